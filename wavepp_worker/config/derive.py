@@ -1,0 +1,95 @@
+"""Config + facts of the model → Plan: every derived number, computed once.  [algorithms 1, 7.3]"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.base.units import ceil_div
+from wavepp_worker.config.schema import Config
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """What the plan needs to know of a model; read from config.json by `model.spec`."""
+
+    family: str
+    layers: int
+    hidden: int
+    vocab: int
+    context_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype_bytes: int
+    fingerprint: str  # names the weights and the cache format; equal on every worker of this model
+
+
+class StagePlan(Struct, frozen=True, kw_only=True):
+    """One stage: layers [first, stop) and the size of one cache block."""
+
+    first: int
+    stop: int
+    block_bytes: int
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Derived numbers of one worker."""
+
+    stages: tuple[StagePlan, ...]
+    block_tokens: int  # B
+    wave_tokens_max: int  # M
+    ring_waves: int  # R = 2P
+    headroom_tokens: int  # kappa * 2 * P * M
+    floor_headroom_blocks: int  # ceil(kappa_f * 2PM / B), before the cap by the pool's size
+    floor_fraction: float
+    context_tokens: int  # longest prompt accepted
+    fingerprint: str
+
+
+def balanced_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Return layers per stage, as even as possible; the last stages, which own the head, get fewer."""
+    base, extra = divmod(layers, stages)
+    return tuple(base + (1 if stage < extra else 0) for stage in range(stages))
+
+
+def derive(config: Config, facts: ModelFacts) -> Plan:
+    """Return the plan of a worker.
+
+    Raises:
+        ConfigError: the model cannot be cut or cached as configured; names the config path.
+    """
+    stages = config.cluster.stages
+    counts = config.model.stage_layers or balanced_layers(facts.layers, stages)
+    if sum(counts) != facts.layers or min(counts) < 1:
+        raise ConfigError(
+            f"model.stage_layers {list(counts)}: must be {stages} positive numbers that add up "
+            f"to the model's {facts.layers} layers"
+        )
+    context = config.model.context_tokens_max or facts.context_tokens
+    if context > facts.context_tokens:
+        raise ConfigError(
+            f"model.context_tokens_max ({context}) exceeds the model's own limit of "
+            f"{facts.context_tokens} tokens"
+        )
+    block = config.cache.block_tokens
+    layer_block_bytes = 2 * facts.kv_heads * facts.head_dim * facts.dtype_bytes * block
+    plans, first = [], 0
+    for count in counts:
+        plans.append(
+            StagePlan(first=first, stop=first + count, block_bytes=count * layer_block_bytes)
+        )
+        first += count
+    ring_tokens = 2 * stages * config.planner.wave_tokens_max
+    return Plan(
+        stages=tuple(plans),
+        block_tokens=block,
+        wave_tokens_max=config.planner.wave_tokens_max,
+        ring_waves=2 * stages,
+        headroom_tokens=int(config.admission.headroom_factor * ring_tokens),
+        floor_headroom_blocks=ceil_div(
+            int(config.cache.floor_headroom_fraction * ring_tokens), block
+        ),
+        floor_fraction=config.cache.floor_fraction,
+        context_tokens=context,
+        fingerprint=facts.fingerprint,
+    )

@@ -1,0 +1,245 @@
+"""The one configuration tree of a prefill worker, and the smaller one of the decode worker.
+
+YAML text becomes a plain tree, `--set path=value` overrides are merged into it, and one
+conversion makes the frozen tree below.  Unknown keys, wrong types, bad ranges and broken
+relations are refused with the path in the file.  After that nothing is parsed or defaulted.
+
+Units are in the names: `_tokens`, `_bytes`, `_s`, `_ms`.  Symbols (P, B, M, K, R) are the paper's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from wavepp_worker.base.limits import STAGES_MAX
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NaturalInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: immutable, keyword-only, no unknown keys."""
+
+
+class ClusterConfig(Section):
+    """How many stages, and where their processes run."""
+
+    stages: Annotated[int, Meta(ge=1, le=STAGES_MAX)] = 2
+    """P: pipeline stages, one rank and one device each."""
+    host: Name = "127.0.0.1"
+    """Address that this host's sockets bind to and advertise to the other ranks."""
+    group: str = ""
+    """Name shared by all ranks of one worker; empty: made up by the leader (one host only)."""
+    devices: tuple[str, ...] = ()
+    """One per stage, e.g. ["cuda:0", "cuda:1"]; empty: CUDA devices in order, else CPU."""
+    threads: PositiveInt = 1
+    """CPU threads of each stage's tensor operations; more than cores / stages makes it slower."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest wait for all ranks to load weights and find each other."""
+
+
+class ModelConfig(Section):
+    """Which weights, and how they are cut."""
+
+    path: Name
+    """Hugging Face folder: config.json and *.safetensors; `~` is expanded."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute and cache type; auto: the checkpoint's own."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy: random weights from `seed`, for tests and benchmarks; only config.json is read."""
+    seed: NaturalInt = 0
+    stage_layers: tuple[PositiveInt, ...] = ()
+    """Layers per stage; empty: balanced.  Must add up to the model's layers."""
+    context_tokens_max: PositiveInt | None = None
+    """Longest prompt; default: the model's own limit."""
+
+
+class CacheConfig(Section):
+    """The block pools of every stage."""
+
+    block_tokens: PositiveInt = 64
+    """B.  The router and the decode worker use the same block size."""
+    device_tokens: PositiveInt | None = None
+    """Cache per stage in tokens; default: what `device_fraction` of the free memory holds."""
+    device_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.85
+    """Share of the memory left after weights that the pools take (CUDA only)."""
+    floor_fraction: Fraction = 0.10
+    """Share of a pool that leases and escrows leave alone.  [algorithms 7.3]"""
+    floor_headroom_fraction: Fraction = 0.25
+    """kappa_f: cap of the floor as a share of one ring of full waves (2PM tokens)."""
+
+
+class AdmissionConfig(Section):
+    """Rounds, queues and how much is promised ahead.  [P-ADMISSION]"""
+
+    batch_requests_max: PositiveInt = 16
+    """K: requests being admitted at once, and spans in one wave."""
+    headroom_factor: Annotated[float, Meta(ge=0)] = 1.0
+    """kappa: tokens kept free at selection = kappa * 2 * P * M."""
+    queue_requests_max: PositiveInt = 1024
+    """Requests in the worker at most; further ones are refused with HTTP 429."""
+    round_min_ms: PositiveFloat = 0.2
+    round_active_ms: PositiveFloat = 0.5
+    round_idle_ms: PositiveFloat = 5.0
+    round_quiet_ms: PositiveFloat = 50.0
+    """Spacing of rounds: least; while answers are due; while requests wait; heartbeat."""
+    auto_commit: bool = True
+    """Commit in the same step when the lease equals the candidate."""
+    hint_refine: bool = False
+    """Repeat the hint vote below the candidate until it stops falling (hybrid models)."""
+
+
+class PlannerConfig(Section):
+    """What the next wave contains."""
+
+    kind: Literal["greedy"] = "greedy"
+    """greedy: fill each wave to the budget, oldest request first."""
+    wave_tokens_max: PositiveInt = 16_384
+    """M: largest wave."""
+
+
+class ExecutorConfig(Section):
+    """The ring of waves and its alarms."""
+
+    admit_timeout_s: PositiveFloat = 5.0
+    """T_admit: a wave named a request that this rank does not know yet."""
+    stall_timeout_s: PositiveFloat = 60.0
+    """T_stall: waves in the ring and none retired."""
+
+
+class TransportConfig(Section):
+    """How ranks talk."""
+
+    rounds: Literal["zmq", "dynamo"] = "zmq"
+    """zmq: own sockets (0.1 ms a hop).  dynamo: Dynamo endpoints (0.9 ms a hop)."""
+    activations: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl on CUDA devices, gloo on CPU."""
+    collective_timeout_s: PositiveFloat = 120.0
+    """T_coll: a rank that does not answer a round for this long is lost."""
+
+
+class TransferConfig(Section):
+    """The hand-off to decode workers through NIXL."""
+
+    backend: Name = "UCX"
+    hold_s: PositiveFloat = 30.0
+    """A finished prompt is kept this long for its reader; each renewal starts it anew."""
+    holds_max: PositiveInt = 4096
+
+
+class ServingConfig(Section):
+    """How the worker appears in Dynamo.  Planes and discovery are Dynamo's own DYN_* settings."""
+
+    served_model_name: str = ""
+    """Name in the OpenAI API; empty: the model folder's name."""
+    component: Name = "prefill"
+    endpoint: Name = "generate"
+    request_timeout_s: PositiveFloat = 600.0
+    """Longest time from arrival to the hand-off."""
+
+
+class ObsConfig(Section):
+    """What an operator sees."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    stats_interval_s: PositiveFloat = 0.5
+    """Processes report changed counters this often."""
+
+
+class DebugConfig(Section):
+    """For tests; costs time."""
+
+    invariants: Literal["off", "idle", "always"] = "off"
+    """When the cache checks its own books: never, when nothing runs, after every section."""
+
+
+class Config(Section):
+    """Everything a prefill worker is told."""
+
+    model: ModelConfig
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
+    obs: ObsConfig = field(default_factory=ObsConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def __post_init__(self) -> None:
+        blocks, waves = self.cache.block_tokens, self.planner.wave_tokens_max
+        if waves % blocks:
+            raise ValueError(
+                f"planner.wave_tokens_max ({waves}) must be a multiple of "
+                f"cache.block_tokens ({blocks})"
+            )
+        if self.cluster.devices and len(self.cluster.devices) != self.cluster.stages:
+            raise ValueError(
+                f"cluster.devices names {len(self.cluster.devices)} devices "
+                f"for cluster.stages = {self.cluster.stages}"
+            )
+        if self.model.stage_layers and len(self.model.stage_layers) != self.cluster.stages:
+            raise ValueError(
+                f"model.stage_layers has {len(self.model.stage_layers)} entries "
+                f"for cluster.stages = {self.cluster.stages}"
+            )
+        if self.cache.device_tokens is not None and self.cache.device_tokens < 2 * blocks:
+            raise ValueError("cache.device_tokens must hold at least two blocks")
+
+
+class DecodeBatchConfig(Section):
+    """Limits of the reference decode worker."""
+
+    requests_max: PositiveInt = 16
+    """Requests decoded together; further ones wait."""
+    queue_requests_max: PositiveInt = 256
+    cache_tokens: PositiveInt = 16_384
+    """Cache of the decode worker, in tokens."""
+
+
+class DecodeConfig(Section):
+    """Everything the reference decode worker is told."""
+
+    model: ModelConfig
+    served_model_name: str = ""
+    component: Name = "decode"
+    endpoint: Name = "generate"
+    device: str = ""
+    """One device; empty: the first CUDA device, else CPU."""
+    threads: PositiveInt = 1
+    block_tokens: PositiveInt = 64
+    """Must equal the prefill worker's cache.block_tokens."""
+    batch: DecodeBatchConfig = field(default_factory=DecodeBatchConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    obs: ObsConfig = field(default_factory=ObsConfig)
+
+
+class FrontendConfig(Section):
+    """Dynamo's own frontend: OpenAI API, preprocessing, KV router."""
+
+    host: Name = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65_535)] = 8000
+    router_mode: Literal["kv", "round-robin", "random"] = "kv"
+    migration_limit: NaturalInt = 2
+    """How often Dynamo may retry a request on another worker."""
+
+
+class DynamoConfig(Section):
+    """Planes shared by every process of the graph; exported as Dynamo's DYN_* variables."""
+
+    namespace: Name = "dynamo"
+    discovery_backend: Literal["file", "etcd", "kubernetes", "mem"] = "file"
+    """file: a folder, no service needed.  etcd: reads `etcd_endpoints`."""
+    request_plane: Literal["tcp", "nats"] = "tcp"
+    event_plane: Literal["zmq", "nats"] = "zmq"
+    etcd_endpoints: str = ""
+    nats_server: str = ""
+    store_folder: str = ""
+    """Folder of the file backend; empty: a temporary one that ends with the graph."""

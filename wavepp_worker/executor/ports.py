@@ -1,0 +1,53 @@
+"""What the LoopMachine's driver needs from a device: one asynchronous stream of waves.
+
+Real adapters live in `runtime.stage_stream` (CPU thread, CUDA streams); the conformance suite in
+tests/conformance runs against each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from wavepp_worker.wire.mailbox import Copy, Sampling
+
+
+class WaveChunk(Struct, frozen=True):
+    """One request's part of a wave, with everything the device needs."""
+
+    rid: int
+    start: int  # tokens before this chunk
+    length: int
+    table: Sequence[int]  # slots of blocks 0 .. ceil((start + length) / B) - 1 at least
+    tokens: bytes = b""  # first stage: u32 little-endian, exactly this chunk
+    wants_token: bool = False  # last stage, last span: sample the first answer token
+    sampling: Sampling = Sampling()
+
+
+class WaveFenced(Struct, frozen=True):
+    """A wave's fence passed.  `tokens` holds (rid, token, logprob) on the last stage."""
+
+    wave: int
+    tokens: tuple[tuple[int, int, float], ...] = ()
+    error: str = ""
+
+
+class StageStream(Protocol):
+    """The device side of one rank.  All calls return at once; work runs in call order."""
+
+    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
+        """Enqueue: receive the wave's activations (stage > 0), forward, send them (not last)."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue cache copies; later waves see their result."""
+
+    def poll(self) -> list[WaveFenced]:
+        """Return the waves whose fence passed since the last call, in wave order."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that turns readable when `poll` has something; poll drains it."""
+
+    def close(self) -> None:
+        """Stop; pending waves may be lost.  Idempotent."""

@@ -1,0 +1,1 @@
+"""Greedy packing today; the MPU planner stands behind the same port later."""

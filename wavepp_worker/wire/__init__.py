@@ -1,0 +1,1 @@
+"""Every message between WavePP's processes, in one place: one module per plane."""

@@ -1,0 +1,241 @@
+"""Messages between the processes of one worker, other than rounds and waves.  [algorithms 16.1]
+
+    serving ── Announce, Cancel, ViewRequest, Shutdown ──▶ WAVE0
+    WAVE_s  ── Install, Drop, Admitting, Peers, Shutdown ─▶ LOOP_s
+    LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed ────────▶ WAVE_s
+    any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone, CacheView, Stats, Fatal ─▶ serving
+
+Every pair of processes is one FIFO; nothing is assumed about the order between pairs.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from wavepp_worker.wire.codec import Codec
+
+
+class Sampling(Struct, array_like=True, frozen=True):
+    """How the last stage picks the first answer token.  `temperature` 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    seed: int | None = None
+
+
+# ── serving → WAVE0 ──────────────────────────────────────────────────────────────────────────
+
+
+class Announce(Struct, array_like=True, frozen=True, tag="announce"):
+    """A validated, hashed request."""
+
+    rid: int
+    prompt_tokens: int
+    keys: bytes  # KEY_BYTES per full block
+    tokens: bytes  # u32 little-endian; passed on only in rank 0's Install
+    snapshot_points: tuple[int, ...] = ()
+    sampling: Sampling = Sampling()
+
+
+class Cancel(Struct, array_like=True, frozen=True, tag="cancel"):
+    """Nobody waits for this request any more; at most once, never after the terminal chunk."""
+
+    rid: int
+
+
+class ViewRequest(Struct, array_like=True, frozen=True, tag="view_request"):
+    """Ask every rank for what its tree can resume; answered by one CacheView per rank."""
+
+    number: int
+
+
+class Shutdown(Struct, array_like=True, frozen=True, tag="shutdown"):
+    """End in order."""
+
+    reason: str = ""
+
+
+FrontMessage = Announce | Cancel | ViewRequest | Shutdown
+FRONT: Codec[FrontMessage] = Codec(FrontMessage)
+
+
+# ── WAVE_s → LOOP_s ──────────────────────────────────────────────────────────────────────────
+
+
+class Copy(Struct, array_like=True, frozen=True):
+    """One block or state copy; performed in `ino` order, unconditionally.  [algorithms 16.2]"""
+
+    kind: str  # "offload" | "onboard" | "snapshot_in" | "zero_state"
+    window: int
+    source: int
+    target: int
+
+
+class Install(Struct, array_like=True, frozen=True, tag="install"):
+    """An admitted request with its block tables: LOOP may run it."""
+
+    ino: int
+    rid: int
+    prompt_tokens: int
+    endpoint: int  # e*, tokens reused
+    tables: tuple[tuple[int, ...], ...]  # per window of this rank: slot of block 0, 1, ...
+    copies: tuple[Copy, ...] = ()
+    tokens: bytes = b""  # rank 0 only: u32 little-endian, the whole prompt
+    sampling: Sampling | None = None
+
+
+class Drop(Struct, array_like=True, frozen=True, tag="drop"):
+    """Rank 0 only: an admitted request was cancelled.  [A55]"""
+
+    rid: int
+    ino: int
+
+
+class Admitting(Struct, array_like=True, frozen=True, tag="admitting"):
+    """Rank 0 only: how many requests are being admitted right now."""
+
+    count: int
+
+
+class Peers(Struct, array_like=True, frozen=True, tag="peers"):
+    """Where the other ranks' LOOPs are: index = rank."""
+
+    wave_addresses: tuple[str, ...]  # ZeroMQ endpoint of each LOOP's wave plane
+    store_address: str  # host:port of the torch.distributed store on rank 0
+
+
+LoopInbound = Install | Drop | Admitting | Peers | Shutdown
+TO_LOOP: Codec[LoopInbound] = Codec(LoopInbound)
+
+
+# ── LOOP_s → WAVE_s ──────────────────────────────────────────────────────────────────────────
+
+
+class LoopUp(Struct, array_like=True, frozen=True, tag="loop_up"):
+    """LOOP's sockets are bound; sent before weights are loaded."""
+
+    wave_address: str
+    store_address: str = ""  # rank 0 only
+
+
+class LoopReady(Struct, array_like=True, frozen=True, tag="loop_ready"):
+    """Weights loaded, pools allocated, peers connected."""
+
+    slot_counts: tuple[int, ...]  # device slots per window of this rank
+
+
+class WaveDone(Struct, array_like=True, frozen=True, tag="wave_done"):
+    """A wave's fence passed on this rank: everything before the end positions may be published."""
+
+    wave: int
+    ends: tuple[tuple[int, int], ...]  # (rid, end position in tokens), cumulative
+
+
+class Freed(Struct, array_like=True, frozen=True, tag="freed"):
+    """No wave and no transfer of this request is left on this rank: its slots may be reused."""
+
+    rid: int
+
+
+LoopOutbound = LoopUp | LoopReady | WaveDone | Freed
+FROM_LOOP: Codec[LoopOutbound] = Codec(LoopOutbound)
+
+
+# ── any process → serving ────────────────────────────────────────────────────────────────────
+
+
+class WorkerReady(Struct, array_like=True, frozen=True, tag="worker_ready"):
+    """WAVE0: every rank voted; requests may be announced."""
+
+    total_tokens: int  # the smallest stage's cache, in tokens
+
+
+class Rejected(Struct, array_like=True, frozen=True, tag="rejected"):
+    """WAVE0: the request can never be served (client's fault) or was refused (overload)."""
+
+    rid: int
+    code: str
+    text: str
+
+
+class StageHandoff(Struct, array_like=True, frozen=True):
+    """What a decode worker needs to fetch one stage's state of one request."""
+
+    stage: int
+    layers: tuple[int, int]  # [first, stop) of the model's layers
+    control_address: str  # ZeroMQ endpoint of this LOOP's hold desk
+    hold: str  # unguessable, single use
+
+
+class Ready(Struct, array_like=True, frozen=True, tag="ready"):
+    """LOOP_s: the last span passed its fence on this stage and the state is held."""
+
+    rid: int
+    rank: int
+    handoff: StageHandoff
+
+
+class Finished(Struct, array_like=True, frozen=True, tag="finished"):
+    """LOOP0: the first answer token is known."""
+
+    rid: int
+    endpoint: int  # tokens reused
+    token: int
+    logprob: float
+
+
+class KvDelta(Struct, array_like=True, frozen=True, tag="kv_delta"):
+    """WAVE_s: changes of this rank's tree since the last delta, in mutation order.
+
+    `changes` holds (is_stored, window, key); stored parents come before children, removed
+    children before parents.
+    """
+
+    rank: int
+    sequence: int  # 1, 2, ... per rank
+    changes: tuple[tuple[bool, int, bytes], ...]
+
+
+class Gone(Struct, array_like=True, frozen=True, tag="gone"):
+    """WAVE0: the request holds nothing on any rank any more."""
+
+    rid: int
+
+
+class CacheView(Struct, array_like=True, frozen=True, tag="cache_view"):
+    """WAVE_s: every key that this rank's tree can resume, per window, and its slot counts."""
+
+    rank: int
+    number: int
+    keys: tuple[tuple[bytes, ...], ...]  # per window
+    free: tuple[int, ...]  # per window: slots holding nothing
+    cached: tuple[int, ...]  # attached, unreferenced, unreserved
+    referenced: tuple[int, ...]
+    reserved: tuple[int, ...]
+    total: tuple[int, ...]
+    lease_count: int
+    escrow_count: int
+    sequence_count: int
+
+
+class Stats(Struct, array_like=True, frozen=True, tag="stats"):
+    """Counters and gauges of one process, sent when they changed; names by the house rule."""
+
+    rank: int
+    role: str  # "wave" | "loop"
+    values: dict[str, float]
+
+
+class Fatal(Struct, array_like=True, frozen=True, tag="fatal"):
+    """The sender is about to exit; the worker fails as a unit."""
+
+    rank: int
+    role: str
+    text: str
+
+
+ReportMessage = (
+    WorkerReady | Rejected | Ready | Finished | KvDelta | Gone | CacheView | Stats | Fatal
+)
+REPORTS: Codec[ReportMessage] = Codec(ReportMessage)
