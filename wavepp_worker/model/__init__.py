@@ -1,0 +1,1 @@
+"""One stage's layers: description, weights, cache pool, forward, sampling (torch)."""

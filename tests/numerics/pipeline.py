@@ -1,0 +1,131 @@
+"""A model cut into stages that run in this process, and transformers as its oracle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.model.load import load_stage
+from wavepp_worker.model.metadata import build_batch
+from wavepp_worker.model.spec import read_spec
+
+TOLERANCE = {"atol": 5e-5, "rtol": 1e-4}
+BLOCK_TOKENS = 16
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return tokens as u32 little-endian."""
+    return b"".join(int(token).to_bytes(4, "little") for token in tokens)
+
+
+def cuts_of(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to cut `layers` into `stages`, as boundaries 0, ..., layers."""
+    for inner in itertools.combinations(range(1, layers), stages - 1):
+        yield (0, *inner, layers)
+
+
+class Pipeline:
+    """All stages of a model with their pools; one wave at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        bounds: Sequence[int],
+        *,
+        blocks: int = 64,
+        load_format: str = "safetensors",
+        device: str = "cpu",
+        dtype: str = "auto",
+    ) -> None:
+        spec = read_spec(folder, dtype)
+        self.device = device
+        self.stages = [
+            load_stage(folder, spec, first, stop, load_format=load_format, device=device)
+            for first, stop in itertools.pairwise(bounds)
+        ]
+        self.stores = [stage.make_store(blocks, BLOCK_TOKENS) for stage in self.stages]
+
+    def run(self, chunks: Sequence[WaveChunk]) -> Tensor:
+        """Run a wave through all stages and return the last one's logits."""
+        outputs: dict[str, Tensor] = {}
+        for stage, store in zip(self.stages, self.stores, strict=True):
+            batch = build_batch(chunks, BLOCK_TOKENS, self.device)
+            inputs = outputs
+            if batch.tokens_T is not None and stage.is_first:
+                inputs = {"tokens": batch.tokens_T}
+            for name, (shape, dtype) in stage.input_spec(batch.token_count).items():
+                assert (tuple(inputs[name].shape), inputs[name].dtype) == (shape, dtype)
+            outputs = stage.forward(batch, inputs, store)
+        return outputs["logits"]
+
+    def prefill(
+        self, prompt: Sequence[int], table: Sequence[int], chunks: Sequence[int], start: int = 0
+    ) -> Tensor:
+        """Run `prompt[start:]` in chunks of these lengths; return logits at every chunk's end."""
+        rows = []
+        for length in chunks:
+            rows.append(self.run([make_chunk(prompt, start, length, table)]))
+            start += length
+        assert start == len(prompt)
+        return torch.cat(rows)
+
+
+def make_chunk(
+    prompt: Sequence[int],
+    start: int,
+    length: int,
+    table: Sequence[int],
+    *,
+    rid: int = 1,
+    wants_token: bool = True,
+) -> WaveChunk:
+    """Return the chunk [start, start + length) of a prompt."""
+    return WaveChunk(
+        rid=rid,
+        start=start,
+        length=length,
+        table=tuple(table),
+        tokens=token_bytes(prompt[start : start + length]),
+        wants_token=wants_token,
+    )
+
+
+class Oracle:
+    """transformers on the CPU, eager attention, one shot, no cache."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, attn_implementation="eager"
+        ).eval()
+
+    @torch.inference_mode()
+    def logits(self, prompt: Sequence[int]) -> Tensor:
+        """Return f32 [tokens, vocabulary]."""
+        logits: Tensor = self._model(torch.tensor([list(prompt)]), use_cache=False).logits[0]
+        return logits.float()
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the `count` most likely next tokens, each computed from the whole text."""
+        text = list(prompt)
+        for _ in range(count):
+            text.append(int(self.logits(text)[-1].argmax()))
+        return text[len(prompt) :]
+
+
+def assert_rounding_only(got: Tensor, want: Tensor, reference: Tensor) -> None:
+    """Refuse an error in 16 bits well above the one that transformers makes in 16 bits.
+
+    Args:
+        want: the fp32 oracle's logits.
+        reference: transformers' logits in the 16-bit type under test.
+    """
+    allowed = 1.5 * (reference - want).norm() / want.norm()
+    error = (got - want).norm() / want.norm()
+    assert error < allowed, f"{error=} {allowed=}"

@@ -1,0 +1,93 @@
+"""The same stages on a CUDA device: equal in fp32, rounding in 16 bits, bounded memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.numerics.pipeline import TOLERANCE, Oracle, Pipeline, assert_rounding_only, make_chunk
+from tests.numerics.tiny import VOCAB, make_tiny_model, tiny_config
+from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.model.load import load_stage
+from wavepp_worker.model.metadata import build_batch
+from wavepp_worker.model.sampling import sample
+from wavepp_worker.model.spec import read_spec
+from wavepp_worker.wire.mailbox import Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RNG = random.Random(1)
+PROMPT = [RNG.randrange(VOCAB) for _ in range(193)]
+TABLE = tuple(RNG.sample(range(64), 13))
+CHUNKS = [50, 80, 62, 1]
+ENDS = [49, 129, 191, 192]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_cuda_stages_equal_transformers(tmp_path: Path, family: str, dtype: str) -> None:
+    folder = make_tiny_model(tmp_path, family, seed=2)
+    want = Oracle(folder).logits(PROMPT)
+    reference = Oracle(folder, getattr(torch, dtype)).logits(PROMPT)
+    pipeline = Pipeline(folder, (0, 2, 5), device="cuda", dtype=dtype)
+    for chunks, ends in (([193], [192]), (CHUNKS, ENDS)):
+        got = pipeline.prefill(PROMPT, TABLE, chunks).cpu()
+        if dtype == "float32":
+            torch.testing.assert_close(got, want[ends], **TOLERANCE)
+        else:
+            assert_rounding_only(got, want[ends], reference[ends])
+
+
+def test_cuda_draws_what_the_cpu_draws() -> None:
+    logits = torch.randn(32, 50_000, generator=torch.Generator().manual_seed(1)) * 3
+    samplings = [Sampling(temperature=0.8, top_p=0.9, top_k=400, seed=seed) for seed in range(32)]
+    tokens, logprobs = sample(logits, samplings, range(32))
+    cuda_tokens, cuda_logprobs = sample(logits.cuda(), samplings, range(32))
+    assert cuda_tokens.tolist() == tokens.tolist()
+    torch.testing.assert_close(cuda_logprobs.cpu(), logprobs)
+
+
+def test_long_prefix_needs_no_score_matrix(tmp_path: Path) -> None:
+    """8,192 queries on 32,768 keys: materialized scores would take 16 GiB per layer."""
+    shape = {
+        "hidden_size": 1024,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 65_536,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3") | shape))
+    spec = read_spec(tmp_path, "bfloat16")
+    stage = load_stage(tmp_path, spec, 1, 3, device="cuda", load_format="dummy")
+    store = stage.make_store(640, 64)
+    batch = build_batch(
+        [WaveChunk(rid=1, start=32_768, length=8192, table=tuple(range(640)))], 64, "cuda"
+    )
+    inputs = {"hidden": torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)}
+    stage.forward(batch, inputs, store)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    hidden = stage.forward(batch, inputs, store)["hidden"]
+    torch.cuda.synchronize()
+    assert torch.isfinite(hidden).all()
+    assert torch.cuda.max_memory_allocated() - before < 2 << 30
+
+
+def test_single_tokens_decode_on_cuda(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "llama", seed=4)
+    pipeline = Pipeline(folder, (0, 3, 5), device="cuda")
+    text = PROMPT[:40]
+    logits = pipeline.prefill(text, TABLE, [40])[-1]
+    for _ in range(15):
+        text = [*text, int(logits.argmax())]
+        logits = pipeline.run([make_chunk(text, len(text) - 1, 1, TABLE)])[-1]
+    text.append(int(logits.argmax()))
+    assert text[40:] == Oracle(folder).greedy(PROMPT[:40], 16)

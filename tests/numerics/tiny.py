@@ -1,0 +1,123 @@
+"""A tiny random model as an ordinary Hugging Face folder, with a byte-level tokenizer.
+
+Small enough to write and load in milliseconds, complete enough for transformers, for WavePP and
+for Dynamo's frontend (chat template included).  Every text has one token per byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from wavepp_worker.model.spec import FAMILIES, read_spec, tensor_shapes
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
+BOS, EOS = 1, 2
+VOCAB = len(SPECIAL_TOKENS) + 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tiny_model(
+    folder: str | Path,
+    family: str = "llama",
+    seed: int = 0,
+    *,
+    shards: int = 1,
+    dtype: str = "float32",
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model folder and return its path; equal arguments give equal bytes.
+
+    Args:
+        family: "llama", "qwen2" or "qwen3".
+        shards: safetensors files; more than one come with an index.
+        config: keys of config.json to add or replace.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = tiny_config(family, dtype=dtype) | dict(config or {})
+    (folder / "config.json").write_text(json.dumps(tree, indent=2))
+    generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    _write_weights(folder, seed, shards)
+    _write_tokenizer(folder, tree["max_position_embeddings"])
+    return folder
+
+
+def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
+    """Return the config.json of a tiny model: 5 layers, 4 query and 2 KV heads of width 16."""
+    architecture = next(name for name, value in FAMILIES.items() if value == family)
+    return {
+        "architectures": [architecture],
+        "model_type": family,
+        "hidden_act": "silu",
+        "dtype": dtype,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+    }
+
+
+def _write_weights(folder: Path, seed: int, shards: int) -> None:
+    spec = read_spec(folder)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(spec, 0, spec.layers).items():
+        noise = torch.randn(shape, generator=generator)
+        # Norms near one, everything else large enough that a mistake anywhere shows in the logits.
+        is_norm = name.endswith("norm.weight")
+        values = 1.0 + 0.1 * noise if is_norm else noise * 1.5 * shape[-1] ** -0.5
+        tensors[name] = values.to(getattr(torch, spec.dtype))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        names = list(tensors)[shard::shards]
+        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_tokenizer(folder: Path, context_tokens: int) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_tokens,
+        "clean_up_tokenization_spaces": False,
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))

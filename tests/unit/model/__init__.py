@@ -1,0 +1,1 @@
+"""Unit tests of wavepp_worker.model."""

@@ -1,0 +1,83 @@
+"""Causal grouped-query attention of a wave over paged keys: gather, then SDPA, per request.
+
+Copying a prefix costs little against attending to it, so the paged layout stays a matter of the
+cache and every device runs the same code.  The queries of a request are always the last tokens
+of its keys, hence a lower-right causal mask:
+
+    keys     |cached and earlier chunks .......|this chunk|
+    query 0  |visible .........................|x         |
+    query T-1|visible .........................|xxxxxxxxxx|
+
+Measured on one H200 (bf16, 32 query and 8 KV heads of 128, hidden 4096), whole layers: 545 TFLOP/s
+for 16,384 new tokens, 407 for 8,192 on 32,768 cached ones, 376 on 131,072.
+
+Legend: T queries, S keys, H heads (q) or KV heads (k, v), D head dim.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from wavepp_worker.model.kv_store import KvStore
+from wavepp_worker.model.metadata import AttentionSpan
+
+# Where no flash kernel applies the scores, or at least the mask, of a piece are materialized:
+# this many queries at a time keep that small.
+QUERY_ROWS_MAX = 1024
+
+
+def attend(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    spans: Sequence[AttentionSpan],
+    *,
+    store: KvStore,
+    layer: int,
+) -> Tensor:
+    """Return the attention output [T, H * D] of all spans; every query row is in one span.
+
+    Args:
+        q_THD: queries, rows as the spans say.
+        k_THD, v_THD: the wave's own keys and values, already written to the store.
+        layer: index within this stage.
+    """
+    out_THD = torch.empty_like(q_THD)
+    for span in spans:
+        if span.fresh is not None:
+            k_HSD, v_HSD = k_THD[span.fresh].transpose(0, 1), v_THD[span.fresh].transpose(0, 1)
+        else:
+            k_HSD, v_HSD = store.gather(layer, span.table_n, span.keys)
+        out_HTD = _causal(q_THD[span.rows].transpose(0, 1), k_HSD, v_HSD)
+        out_THD[span.rows] = out_HTD.transpose(0, 1)
+    return out_THD.flatten(1)
+
+
+def _causal(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor) -> Tensor:
+    """Attend with the last T of S positions as queries."""
+    heads, queries, _ = q_HTD.shape
+    keys = k_HSD.shape[1]
+    q, k, v = q_HTD[None], k_HSD[None], v_HSD[None]
+    if queries == 1:
+        # The heads that share a KV head become its queries: no mask, no repeated keys.
+        folded = q.reshape(1, k_HSD.shape[0], -1, q.shape[-1])
+        return sdpa(folded, k, v).reshape(heads, 1, -1)
+    if queries == keys:
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True)[0]
+    is_flash = q.is_cuda and q.dtype != torch.float32
+    step = queries if is_flash else QUERY_ROWS_MAX
+    pieces = []
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        seen = keys - queries + stop
+        mask = causal_lower_right(stop - start, seen)
+        pieces.append(
+            sdpa(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask, enable_gqa=True)[0]
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

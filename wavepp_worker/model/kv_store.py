@@ -1,0 +1,95 @@
+"""The block pool of one stage: one tensor, block-major.
+
+    pool_NLKHBD: [blocks N, layers L, 2 (key, value), kv_heads H, block_tokens B, head_dim D]
+
+One block of a stage is one contiguous range (`block_bytes`), so a hand-off needs one descriptor
+per block, and a stage's layers are a contiguous part of a whole-model row.  Heads lie outside
+tokens: a reader that owns some heads of a block finds each layer's share contiguous as well.
+
+Legend: T tokens of the wave, S tokens of one sequence, n blocks of one sequence.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from wavepp_worker.base.errors import check
+from wavepp_worker.wire.mailbox import Copy
+
+
+class KvStore:
+    """Keys and values of one stage's attention layers, addressed by block slots."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        kv_heads: int,
+        block_tokens: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        # Zeroed: no reader of a block may ever see another process's freed memory.
+        self.pool = torch.zeros(
+            (blocks, layers, 2, kv_heads, block_tokens, head_dim), dtype=dtype, device=device
+        )
+        self.layers = layers
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self._keys_NHBD = [self.pool[:, layer, 0] for layer in range(layers)]
+        self._values_NHBD = [self.pool[:, layer, 1] for layer in range(layers)]
+        self._pairs_KHNBD = [self.pool[:, layer].permute(1, 2, 0, 3, 4) for layer in range(layers)]
+
+    @property
+    def base_address(self) -> int:
+        """Address of block 0; block b starts at `base_address + b * block_bytes`."""
+        return self.pool.data_ptr()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: all layers of this stage, keys and values."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer within a block; layer l starts at `l * layer_bytes`."""
+        return self.pool[0, 0].numel() * self.pool.element_size()
+
+    def write(
+        self, layer: int, blocks_T: Tensor, offsets_T: Tensor, k_THD: Tensor, v_THD: Tensor
+    ) -> None:
+        """Store the wave's keys and values; token t goes to row `offsets_T[t]` of `blocks_T[t]`.
+
+        Args:
+            layer: index within this stage.
+            blocks_T, offsets_T: int64 on the pool's device; pairs are distinct.
+            k_THD, v_THD: the pool's dtype and device, any strides.
+        """
+        self._keys_NHBD[layer][blocks_T, :, offsets_T] = k_THD
+        self._values_NHBD[layer][blocks_T, :, offsets_T] = v_THD
+
+    def gather(self, layer: int, table_n: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return contiguous-in-D copies k_HSD, v_HSD of a sequence's first `tokens` tokens.
+
+        Args:
+            layer: index within this stage.
+            table_n: int64 on the pool's device; slots of the sequence's blocks, in order.
+            tokens: S, at most `n * block_tokens`.
+        """
+        pair_KHnBD = self._pairs_KHNBD[layer].index_select(2, table_n)
+        pair_KHSD = pair_KHnBD.flatten(2, 3)[:, :, :tokens]
+        return pair_KHSD[0], pair_KHSD[1]
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Perform cache copies.  Attention windows on the device tier have none.
+
+        Raises:
+            InvariantError: a copy names a tier or state that this store does not have.
+        """
+        check(not copies, "this store has one tier and no state slots", copies=copies)

@@ -1,0 +1,173 @@
+"""Weights of one stage: only the tensors it needs, mapped from safetensors, or seeded dummies.
+
+Dummy weights depend on the seed and the tensor's name alone, so every cut of a model, on every
+device, has the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from wavepp_worker.base.errors import check
+from wavepp_worker.model.checkpoint import check_tensors, read_index
+from wavepp_worker.model.spec import ModelSpec, model_folder, tensor_shapes
+from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
+
+Progress = Callable[[int, int], None]  # (tensors loaded, tensors of this stage)
+
+
+class TensorSource(Protocol):
+    """Where checkpoint tensors come from."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor, on the CPU, in any floating type."""
+
+
+def load_stage(
+    folder: str | Path,
+    spec: ModelSpec,
+    first: int,
+    stop: int,
+    *,
+    device: torch.device | str = "cpu",
+    load_format: str = "safetensors",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> StageModel:
+    """Return layers [first, stop) of the model, in `spec.dtype` on `device`.
+
+    Stage 0 also gets the embedding, the stage that ends at `spec.layers` the norm and the head.
+
+    Args:
+        load_format: "safetensors", or "dummy" for random weights from `seed` (no weights read).
+        progress: called after every tensor.
+
+    Raises:
+        ConfigError: a tensor is missing or misshapen, or a shard is truncated.
+    """
+    check(0 <= first < stop <= spec.layers, "not a stage of this model", first=first, stop=stop)
+    shapes = tensor_shapes(spec, first, stop)
+    source: TensorSource
+    if load_format == "dummy":
+        source = DummySource(seed)
+    else:
+        index = read_index(model_folder(folder))
+        check_tensors(index, shapes)
+        source = SafetensorsSource({name: index[name].shard for name in shapes})
+    builder = _StageBuilder(spec, shapes, source, torch.device(device), progress)
+    return StageModel(spec, first, builder.build(first, stop))
+
+
+class SafetensorsSource:
+    """Tensors mapped from shards; pages are read when a tensor is copied to the device."""
+
+    def __init__(self, shard_of: dict[str, Path]) -> None:
+        self._shard_of = shard_of
+        self._open: dict[Path, Any] = {}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor; `shape` was checked against the header before."""
+        shard = self._shard_of[name]
+        if shard not in self._open:
+            self._open[shard] = safe_open(str(shard), framework="pt", device="cpu")
+        tensor: Tensor = self._open[shard].get_tensor(name)
+        return tensor
+
+
+class DummySource:
+    """Random weights that keep activations near one: unit norms, matrices scaled by fan-in."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor of this name; equal for equal seed, name and shape."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
+        return torch.empty(shape).normal_(std=scale, generator=generator)
+
+
+class _StageBuilder:
+    """Copies tensors from a source into the fused layout, one at a time."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shapes: dict[str, tuple[int, ...]],
+        source: TensorSource,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._spec = spec
+        self._shapes = shapes
+        self._source = source
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._progress = progress
+        self._loaded_count = 0
+
+    def build(self, first: int, stop: int) -> StageWeights:
+        spec = self._spec
+        embedding = norm = head = None
+        if "model.embed_tokens.weight" in self._shapes:
+            embedding = self._fused("model.embed_tokens.weight")
+        layers = tuple(self._layer(f"model.layers.{index}") for index in range(first, stop))
+        if stop == spec.layers:
+            norm = self._fused("model.norm.weight")
+            head = embedding if spec.is_tied else self._fused("lm_head.weight")
+        return StageWeights(
+            embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
+        )
+
+    def _layer(self, block: str) -> LayerWeights:
+        spec, attention, mlp = self._spec, f"{block}.self_attn", f"{block}.mlp"
+        qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
+        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        qk_norm = None
+        if spec.has_qk_norm:
+            q_norm = self._fused(f"{attention}.q_norm.weight").expand(spec.heads, -1)
+            k_norm = self._fused(f"{attention}.k_norm.weight").expand(spec.kv_heads, -1)
+            qk_norm = torch.cat((q_norm, k_norm))
+        return LayerWeights(
+            attention_norm=self._fused(f"{block}.input_layernorm.weight"),
+            qkv=self._weight(qkv),
+            qkv_bias=self._bias(qkv, spec.has_qkv_bias),
+            qk_norm=qk_norm,
+            out=self._weight([f"{attention}.o_proj"]),
+            out_bias=self._bias([f"{attention}.o_proj"], spec.has_out_bias),
+            ffn_norm=self._fused(f"{block}.post_attention_layernorm.weight"),
+            gate_up=self._weight(gate_up),
+            gate_up_bias=self._bias(gate_up, spec.has_mlp_bias),
+            down=self._weight([f"{mlp}.down_proj"]),
+            down_bias=self._bias([f"{mlp}.down_proj"], spec.has_mlp_bias),
+        )
+
+    def _weight(self, modules: Sequence[str]) -> Tensor:
+        return self._fused(*(f"{module}.weight" for module in modules))
+
+    def _bias(self, modules: Sequence[str], is_present: bool) -> Tensor | None:
+        return self._fused(*(f"{module}.bias" for module in modules)) if is_present else None
+
+    def _fused(self, *names: str) -> Tensor:
+        """Return the named tensors, stacked along their rows, in the stage's type and device."""
+        shapes = [self._shapes[name] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            fused[start : start + shape[0]].copy_(self._source.get(name, shape))
+            start += shape[0]
+            self._loaded_count += 1
+            if self._progress is not None:
+                self._progress(self._loaded_count, len(self._shapes))
+        return fused

@@ -1,0 +1,285 @@
+"""Model description from a Hugging Face folder; no tensors, no torch.
+
+Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
+starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
+decoders with grouped-query attention: Llama, Qwen2, Qwen3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.config.derive import ModelFacts
+from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
+
+Family = Literal["llama", "qwen2", "qwen3"]
+FAMILIES: Final[dict[str, Family]] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class RopeSpec(Struct, frozen=True, kw_only=True):
+    """Rotary positions.  The last four fields matter only for the kinds that scale."""
+
+    kind: Literal["default", "linear", "llama3"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0  # linear, llama3
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_context_tokens: int = 0  # llama3
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """Everything that the forward of one model depends on, besides its weights."""
+
+    family: Family
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    context_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    is_tied: bool  # the head is the embedding
+    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_mlp_bias: bool
+    dtype: str  # compute and cache type, a key of DTYPE_BYTES
+
+
+class _Checkpoint(Struct, kw_only=True):
+    """The part of config.json that is read; other keys are ignored."""
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    vocab_size: Count
+    max_position_embeddings: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+def read_facts(
+    folder: str | Path, dtype: str = "auto", load_format: str = "safetensors", *, seed: int = 0
+) -> ModelFacts:
+    """Return what the plan needs to know of the model in `folder`, after checking the folder.
+
+    With `load_format` "safetensors" every shard's header is read and compared with the file's
+    size and with the tensors the model needs; weights themselves are only sampled, for the
+    fingerprint.  With "dummy" only config.json is read and `seed` stands for the weights.
+
+    Raises:
+        ConfigError: no folder, no config.json, unsupported model, missing or truncated weights.
+    """
+    spec = read_spec(folder, dtype)
+    if load_format == "dummy":
+        weights = f"dummy:{seed}".encode()
+    else:
+        index = read_index(model_folder(folder))
+        check_tensors(index, tensor_shapes(spec, 0, spec.layers))
+        weights = weights_digest(index)
+    identity = hashlib.sha256(CACHE_FORMAT.encode())
+    identity.update(msgspec.json.encode(spec))
+    identity.update(weights)
+    return ModelFacts(
+        family=spec.family,
+        layers=spec.layers,
+        hidden=spec.hidden,
+        vocab=spec.vocab,
+        context_tokens=spec.context_tokens,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+        dtype_bytes=DTYPE_BYTES[spec.dtype],
+        fingerprint=identity.hexdigest()[:32],
+    )
+
+
+def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
+    """Return the description of the model in `folder`; only config.json is read.
+
+    Args:
+        dtype: compute and cache type; "auto" takes the checkpoint's, float32 where it names none.
+
+    Raises:
+        ConfigError: no folder, no config.json, or a model this worker cannot run.
+    """
+    path = model_folder(folder) / "config.json"
+    tree = _read_json(path)
+    family = _family(tree, path)
+    try:
+        raw = msgspec.convert(tree, _Checkpoint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    _refuse_unsupported(raw, path)
+    heads = raw.num_attention_heads
+    kv_heads = raw.num_key_value_heads or heads
+    # Qwen3 is the one family whose head size does not default to hidden / heads.
+    head_dim = raw.head_dim or (128 if family == "qwen3" else raw.hidden_size // heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{path}: {heads} query heads cannot share {kv_heads} KV heads evenly")
+    if head_dim % 2:
+        raise ConfigError(f"{path}: head_dim {head_dim} is odd; rotary positions need pairs")
+    return ModelSpec(
+        family=family,
+        layers=raw.num_hidden_layers,
+        hidden=raw.hidden_size,
+        intermediate=raw.intermediate_size,
+        vocab=raw.vocab_size,
+        context_tokens=raw.max_position_embeddings,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=raw.rms_norm_eps,
+        rope=_rope(raw, path),
+        is_tied=raw.tie_word_embeddings,
+        has_qk_norm=family == "qwen3",
+        has_qkv_bias=family == "qwen2" or raw.attention_bias,
+        has_out_bias=family != "qwen2" and raw.attention_bias,
+        has_mlp_bias=family == "llama" and raw.mlp_bias,
+        dtype=_dtype(raw, dtype, path),
+    )
+
+
+def model_folder(folder: str | Path) -> Path:
+    """Return `folder` with `~` expanded.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    path = Path(folder).expanduser()
+    if path.is_dir():
+        return path
+    what = "is a file, not a folder" if path.exists() else "no such folder"
+    raise ConfigError(
+        f"model.path {str(folder)!r}: {what}; it must be a local Hugging Face folder with "
+        "config.json and *.safetensors (nothing is downloaded at start)"
+    )
+
+
+def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of the checkpoint tensors of a stage with layers [first, stop)."""
+    q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def linear(name: str, rows: int, columns: int, has_bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    if first == 0 or (stop == spec.layers and spec.is_tied):
+        shapes["model.embed_tokens.weight"] = (spec.vocab, spec.hidden)
+    for layer in range(first, stop):
+        block = f"model.layers.{layer}"
+        shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
+        linear(f"{block}.self_attn.q_proj", q_rows, spec.hidden, spec.has_qkv_bias)
+        linear(f"{block}.self_attn.k_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
+        linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
+        linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
+        if spec.has_qk_norm:
+            shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
+            shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
+        shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
+        linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+        linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+        linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
+    if stop == spec.layers:
+        shapes["model.norm.weight"] = (spec.hidden,)
+        if not spec.is_tied:
+            shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    return shapes
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; model.path must hold a config.json") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: not a JSON object: {error}") from error
+
+
+def _family(tree: dict[str, Any], path: Path) -> Family:
+    names = tree.get("architectures")
+    for name in names if isinstance(names, list) else []:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise ConfigError(
+        f"{path}: architectures {names!r} is not supported; supported: {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unsupported(raw: _Checkpoint, path: Path) -> None:
+    """Refuse what would load and then compute something else than the model's authors meant."""
+    if raw.hidden_act != "silu":
+        raise ConfigError(f"{path}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
+    if raw.quantization_config:
+        raise ConfigError(f"{path}: quantized checkpoints are not supported")
+    if raw.use_sliding_window or "sliding_attention" in (raw.layer_types or ()):
+        raise ConfigError(f"{path}: sliding-window attention is not supported")
+
+
+def _rope(raw: _Checkpoint, path: Path) -> RopeSpec:
+    """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
+    scaling = raw.rope_parameters or raw.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ConfigError(
+            f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+        )
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{path}: partial_rotary_factor is not supported")
+    fields = {"kind": kind, "theta": scaling.get("rope_theta", raw.rope_theta or 10_000.0)}
+    if kind != "default":
+        fields["factor"] = scaling.get("factor")
+    if kind == "llama3":
+        fields["low_freq_factor"] = scaling.get("low_freq_factor")
+        fields["high_freq_factor"] = scaling.get("high_freq_factor")
+        fields["original_context_tokens"] = scaling.get("original_max_position_embeddings")
+    try:
+        return msgspec.convert(fields, RopeSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: rope scaling {kind!r}: {error}") from error
+
+
+def _dtype(raw: _Checkpoint, wanted: str, path: Path) -> str:
+    named = raw.dtype or raw.torch_dtype or "float32"
+    dtype = named.removeprefix("torch.") if wanted == "auto" else wanted
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(
+            f"{path}: dtype {dtype!r} is not supported; set model.dtype to one of "
+            f"{', '.join(DTYPE_BYTES)}"
+        )
+    return dtype
