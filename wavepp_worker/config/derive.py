@@ -47,7 +47,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def balanced_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return layers per stage, as even as possible; the last stages, which own the head, get fewer."""
+    """Return layers per stage, balanced; the last stages, which own the head, get fewer."""
     base, extra = divmod(layers, stages)
     return tuple(base + (1 if stage < extra else 0) for stage in range(stages))
 

@@ -26,7 +26,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: immutable, keyword-only, no unknown keys."""
 
 
-class ClusterConfig(Section):
+class ClusterConfig(Section, frozen=True):
     """How many stages, and where their processes run."""
 
     stages: Annotated[int, Meta(ge=1, le=STAGES_MAX)] = 2
@@ -43,7 +43,7 @@ class ClusterConfig(Section):
     """Longest wait for all ranks to load weights and find each other."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """Which weights, and how they are cut."""
 
     path: Name
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     """Longest prompt; default: the model's own limit."""
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True):
     """The block pools of every stage."""
 
     block_tokens: PositiveInt = 64
@@ -74,7 +74,7 @@ class CacheConfig(Section):
     """kappa_f: cap of the floor as a share of one ring of full waves (2PM tokens)."""
 
 
-class AdmissionConfig(Section):
+class AdmissionConfig(Section, frozen=True):
     """Rounds, queues and how much is promised ahead.  [P-ADMISSION]"""
 
     batch_requests_max: PositiveInt = 16
@@ -94,7 +94,7 @@ class AdmissionConfig(Section):
     """Repeat the hint vote below the candidate until it stops falling (hybrid models)."""
 
 
-class PlannerConfig(Section):
+class PlannerConfig(Section, frozen=True):
     """What the next wave contains."""
 
     kind: Literal["greedy"] = "greedy"
@@ -103,7 +103,7 @@ class PlannerConfig(Section):
     """M: largest wave."""
 
 
-class ExecutorConfig(Section):
+class ExecutorConfig(Section, frozen=True):
     """The ring of waves and its alarms."""
 
     admit_timeout_s: PositiveFloat = 5.0
@@ -112,7 +112,7 @@ class ExecutorConfig(Section):
     """T_stall: waves in the ring and none retired."""
 
 
-class TransportConfig(Section):
+class TransportConfig(Section, frozen=True):
     """How ranks talk."""
 
     rounds: Literal["zmq", "dynamo"] = "zmq"
@@ -123,7 +123,7 @@ class TransportConfig(Section):
     """T_coll: a rank that does not answer a round for this long is lost."""
 
 
-class TransferConfig(Section):
+class TransferConfig(Section, frozen=True):
     """The hand-off to decode workers through NIXL."""
 
     backend: Name = "UCX"
@@ -132,7 +132,7 @@ class TransferConfig(Section):
     holds_max: PositiveInt = 4096
 
 
-class ServingConfig(Section):
+class ServingConfig(Section, frozen=True):
     """How the worker appears in Dynamo.  Planes and discovery are Dynamo's own DYN_* settings."""
 
     served_model_name: str = ""
@@ -143,7 +143,7 @@ class ServingConfig(Section):
     """Longest time from arrival to the hand-off."""
 
 
-class ObsConfig(Section):
+class ObsConfig(Section, frozen=True):
     """What an operator sees."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -151,14 +151,14 @@ class ObsConfig(Section):
     """Processes report changed counters this often."""
 
 
-class DebugConfig(Section):
+class DebugConfig(Section, frozen=True):
     """For tests; costs time."""
 
     invariants: Literal["off", "idle", "always"] = "off"
     """When the cache checks its own books: never, when nothing runs, after every section."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """Everything a prefill worker is told."""
 
     model: ModelConfig
@@ -194,7 +194,7 @@ class Config(Section):
             raise ValueError("cache.device_tokens must hold at least two blocks")
 
 
-class DecodeBatchConfig(Section):
+class DecodeBatchConfig(Section, frozen=True):
     """Limits of the reference decode worker."""
 
     requests_max: PositiveInt = 16
@@ -204,7 +204,7 @@ class DecodeBatchConfig(Section):
     """Cache of the decode worker, in tokens."""
 
 
-class DecodeConfig(Section):
+class DecodeConfig(Section, frozen=True):
     """Everything the reference decode worker is told."""
 
     model: ModelConfig
@@ -221,7 +221,7 @@ class DecodeConfig(Section):
     obs: ObsConfig = field(default_factory=ObsConfig)
 
 
-class FrontendConfig(Section):
+class FrontendConfig(Section, frozen=True):
     """Dynamo's own frontend: OpenAI API, preprocessing, KV router."""
 
     host: Name = "127.0.0.1"
@@ -231,7 +231,7 @@ class FrontendConfig(Section):
     """How often Dynamo may retry a request on another worker."""
 
 
-class DynamoConfig(Section):
+class DynamoConfig(Section, frozen=True):
     """Planes shared by every process of the graph; exported as Dynamo's DYN_* variables."""
 
     namespace: Name = "dynamo"

@@ -1,0 +1,78 @@
+# make serve    install what is missing, prepare the demo model, start a graph you can chat with
+# make test     install what is missing, run the tests
+# make check    lint, types, layers
+# make clean    remove the virtual environment (the model in the cache stays)
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/wavepp
+MODEL  ?= $(CACHE)/smollm2-135m-instruct
+PORT   ?= 8000
+ARGS   ?=
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check --timeout 60 --retries 8
+
+export UV_HTTP_TIMEOUT ?= 60
+export UV_SYSTEM_CERTS ?= $(if $(wildcard /etc/ssl/certs/ca-certificates.crt),true,false)
+
+# The locks are complete, so nothing is resolved.  uv is the fast way, pip the sure one.
+INSTALL := $(SHELL) -c '$(PY) -m uv pip install -q --python $(PY) --no-deps "$$@" || $(PIP) install -q --no-deps "$$@"' install
+
+.PHONY: serve test check schema services clean
+
+serve: $(VENV)/.run $(MODEL)/model.safetensors
+	@$(VENV)/bin/dynamo serve graphs.disagg -f configs/smollm2-cpu.yaml \
+	  --set "Common.model.path=$(MODEL)" --port $(PORT) $(ARGS)
+
+test: $(VENV)/.test $(MODEL)/model.safetensors services
+	@WAVEPP_MODEL="$(MODEL)" $(PY) -m pytest $(ARGS)
+
+check: $(VENV)/.test
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports
+
+schema: $(VENV)/.run
+	@$(VENV)/bin/wavepp print-schema > configs/schema.json
+
+# Some tests run on etcd and NATS; without the two servers they are skipped.
+services:
+	@command -v etcd >/dev/null && command -v nats-server >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "• etcd and NATS for the tests"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	      apt-get install -y -qq --no-install-recommends etcd-server nats-server >/dev/null; \
+	  else \
+	    echo "• etcd or nats-server is not installed: tests that need them are skipped"; \
+	  fi; }
+
+# One virtual environment, one stamp per stage; a changed input runs only its stage again.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else \
+	  "WavePP needs Python 3.11 to 3.13, this is %d.%d: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "Python's venv module is incomplete: apt-get install python3-venv"; exit 1; }
+	@echo "• virtual environment and $(TORCH) (the largest download)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q -c requirements/run.lock "$(TORCH)" uv==0.13.9
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch requirements/run.lock pyproject.toml
+	@echo "• Dynamo, NIXL and the other pinned packages"
+	@$(INSTALL) -r requirements/run.lock
+	@$(INSTALL) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run requirements/test.lock
+	@echo "• test tools"
+	@$(INSTALL) -r requirements/test.lock
+	@touch $@
+
+$(MODEL)/model.safetensors: | $(VENV)/.run
+	@echo "• demo model (90 MB)"
+	@$(PY) tools/fetch_model.py "$(MODEL)"
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,115 @@
+"""Disaggregated serving: Dynamo's frontend with its KV router, WavePP prefill, reference decode.
+
+client ─HTTP─▶ Frontend ─▶ PrefillWorker (P stages, 2P + 1 processes) ─NIXL─▶ DecodeWorker
+                      └──────────────────────────────────────────────────────▶
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from graphs.graph import Component, ServiceArgs, Settings
+from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.config.derive import derive
+from wavepp_worker.config.schema import Config, DecodeConfig, FrontendConfig, ModelConfig
+from wavepp_worker.model.spec import read_facts
+
+
+def served_name(chosen: str, model: ModelConfig) -> str:
+    """Return the name in the OpenAI API: the chosen one, else the model folder's."""
+    return chosen or Path(model.path).expanduser().resolve().name
+
+
+def frontend_arguments(settings: FrontendConfig, _file: str) -> tuple[str, ...]:
+    """Return the arguments of `python -m dynamo.frontend`."""
+    return (
+        "--http-host", settings.host,
+        "--http-port", str(settings.port),
+        "--router-mode", settings.router_mode,
+        "--migration-limit", str(settings.migration_limit),
+    )  # fmt: skip
+
+
+def config_argument(_settings: Settings, file: str) -> tuple[str, ...]:
+    """Return the arguments of a worker of ours."""
+    return ("--config", file)
+
+
+def check_prefill(settings: Config) -> None:
+    """Refuse a model folder that cannot be used, or a model that cannot be cut as configured."""
+    model = settings.model
+    derive(settings, read_facts(model.path, model.dtype, model.load_format, seed=model.seed))
+
+
+def check_decode(settings: DecodeConfig) -> None:
+    """Refuse a model folder that cannot be used."""
+    model = settings.model
+    read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
+
+
+PrefillWorker = Component(
+    name="PrefillWorker",
+    does="prefills prompts in pipeline stages",
+    config_type=Config,
+    module="components.prefill_worker",
+    arguments=config_argument,
+    model_name=lambda s: served_name(s.serving.served_model_name, s.model),
+    check=check_prefill,
+)
+
+DecodeWorker = Component(
+    name="DecodeWorker",
+    does="pulls the cache through NIXL and writes the answer",
+    config_type=DecodeConfig,
+    module="components.decode_worker",
+    arguments=config_argument,
+    model_name=lambda s: served_name(s.served_model_name, s.model),
+    check=check_decode,
+)
+
+Frontend = Component(
+    name="Frontend",
+    does="OpenAI API, tokenizer, KV router",
+    config_type=FrontendConfig,
+    module="dynamo.frontend",
+    arguments=frontend_arguments,
+    address=lambda s: (s.host, s.port),
+    is_frontend=True,
+    needs=(DecodeWorker, PrefillWorker),
+)
+
+
+def relate(settings: Mapping[str, Settings], args: Mapping[str, ServiceArgs]) -> None:
+    """Refuse settings of several components that cannot work together.
+
+    Raises:
+        ConfigError: names both paths.
+    """
+    prefill: Config | None = settings.get("PrefillWorker")
+    decode: DecodeConfig | None = settings.get("DecodeWorker")
+    if prefill:
+        gpus, stages = args["PrefillWorker"].resources.gpu, prefill.cluster.stages
+        if 0 < gpus < stages and not prefill.cluster.devices:
+            raise ConfigError(
+                f"PrefillWorker.ServiceArgs.resources.gpu ({gpus}) is less than "
+                f"PrefillWorker.cluster.stages ({stages}): each stage needs a device of its own"
+            )
+    if not (prefill and decode):
+        return
+    if prefill.cache.block_tokens != decode.block_tokens:
+        raise ConfigError(
+            f"DecodeWorker.block_tokens ({decode.block_tokens}) must equal "
+            f"PrefillWorker.cache.block_tokens ({prefill.cache.block_tokens})"
+        )
+    names = PrefillWorker.model_name(prefill), DecodeWorker.model_name(decode)
+    if names[0] != names[1]:
+        raise ConfigError(
+            f'PrefillWorker serves the model as "{names[0]}" but DecodeWorker as "{names[1]}": '
+            "set PrefillWorker.serving.served_model_name and DecodeWorker.served_model_name alike"
+        )
+    if prefill.model.dtype != decode.model.dtype:
+        raise ConfigError(
+            f"PrefillWorker.model.dtype ({prefill.model.dtype}) must equal "
+            f"DecodeWorker.model.dtype ({decode.model.dtype}): the cache is copied as it is"
+        )
