@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -29,10 +30,12 @@ SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)$")
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that was free a moment ago; below 32,768, Dynamo's limit for system ports."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -280,7 +283,9 @@ class Pipeline:
             answer += chunk["token_ids"]
         return answer
 
-    async def generate(self, tokens: list[int], max_tokens: int, worker: int = 0) -> tuple[list[int], int]:
+    async def generate(
+        self, tokens: list[int], max_tokens: int, worker: int = 0
+    ) -> tuple[list[int], int]:
         """Return (answer tokens, cached tokens)."""
         result = await self.prefill(tokens, worker)
         usage = result["completion_usage"]
@@ -291,9 +296,11 @@ class Pipeline:
 @contextlib.asynccontextmanager
 async def pipeline(deploy: Deployment, prefill_workers: int = 1) -> AsyncIterator[Pipeline]:
     """Connect to the workers' own endpoints through Dynamo's runtime."""
-    from dynamo.runtime import DistributedRuntime  # noqa: PLC0415  reads DYN_* when imported
+    from dynamo.runtime import DistributedRuntime
 
-    os.environ.update({k: v for k, v in deploy.env.items() if k.startswith(("DYN_", "ETCD", "NATS"))})
+    os.environ.update(
+        {k: v for k, v in deploy.env.items() if k.startswith(("DYN_", "ETCD", "NATS"))}
+    )
     runtime = DistributedRuntime(
         asyncio.get_running_loop(), deploy.env["DYN_DISCOVERY_BACKEND"],
         deploy.env["DYN_REQUEST_PLANE"], event_plane=deploy.env["DYN_EVENT_PLANE"],

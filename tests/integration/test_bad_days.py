@@ -29,12 +29,15 @@ from tests.numerics.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.nixl]
 
-ROLES = (("components.prefill_worker",),) + tuple(
-    (f"{role}_process", f"--rank {rank}") for role in ("wave", "loop") for rank in (0, 1)
+ROLES = (
+    ("components.prefill_worker",),
+    *((f"{role}_process", f"--rank {rank}") for role in ("wave", "loop") for rank in (0, 1)),
 )
 
 
-def start(deploy: Deployment, folder: Path, workers: int = 1, **overrides: Any) -> tuple[str, list[int]]:
+def start(
+    deploy: Deployment, folder: Path, workers: int = 1, **overrides: Any
+) -> tuple[str, list[int]]:
     make_tiny_model(folder, "llama", seed=5)
     ports = [free_port() for _ in range(workers)]
     for index, port in enumerate(ports):

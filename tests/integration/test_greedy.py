@@ -28,7 +28,7 @@ ANSWER = 8
 
 def reference(folder: Path) -> object:
     """Return transformers' own model: fp32, eager."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -83,8 +83,10 @@ async def test_answers_equal_transformers(tmp_path: Path, family: str, stages: i
             assert cached == 7 * BLOCK
             computed += len(shared) - cached
         wait_until(
-            lambda: per_rank(port, "wavepp_tokens_computed_total")
-            == dict.fromkeys(range(stages), float(computed)),
+            lambda: (
+                per_rank(port, "wavepp_tokens_computed_total")
+                == dict.fromkeys(range(stages), float(computed))
+            ),
             5,
             f"every stage computed only the suffixes: {computed} tokens; "
             f"saw {per_rank(port, 'wavepp_tokens_computed_total')}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -106,7 +105,15 @@ def test_bad_input_is_refused_and_the_next_request_is_fine(
 def test_the_same_request_id_twice_is_served_twice(served: tuple[Deployment, str, int]) -> None:
     _, url, _ = served
     headers = {"x-request-id": "5f5b2b3e-6a0b-4f0e-9df3-0f3a54b3a111"}
-    body = {"model": "tiny", "prompt": [9, 8, 7], "max_tokens": 3, "ignore_eos": True, "temperature": 0}
-    replies = [httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60) for _ in "ab"]
+    body = {
+        "model": "tiny",
+        "prompt": [9, 8, 7],
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    replies = [
+        httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60) for _ in "ab"
+    ]
     assert [reply.status_code for reply in replies] == [200, 200]
     assert replies[0].json()["choices"] == replies[1].json()["choices"]

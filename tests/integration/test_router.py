@@ -28,13 +28,19 @@ def complete(url: str, prompt: list[int]) -> dict[str, Any]:
     reply = httpx.post(
         f"{url}/v1/completions",
         json={
-            "model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0,
+            "model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True,
+            "temperature": 0,
             "nvext": {"extra_fields": ["worker_id", "timing"]},
         },
         timeout=60,
     )  # fmt: skip
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
+
+
+def home_of(reply: dict[str, Any]) -> int:
+    """Return the prefill worker that served a request."""
+    return int(reply["nvext"]["worker_id"]["prefill_worker_id"])
 
 
 def control(port: int, name: str) -> dict[str, Any]:
@@ -58,16 +64,13 @@ def test_follow_ups_return_to_their_prefix_and_the_view_stays_true(tmp_path: Pat
         wait_until(
             lambda: all(control_ready(port) for port in ports), 60, "both prefill workers serve"
         )
-        homes: list[int] = []
         hits = 0
         prompts = [[draw.randrange(3, 250) for _ in range(8 * BLOCK)] for _ in range(SESSIONS)]
-        for prompt in prompts:
-            homes.append(complete(url, prompt)["nvext"]["worker_id"]["prefill_worker_id"])
+        homes = [home_of(complete(url, prompt)) for prompt in prompts]
         for _ in range(FOLLOW_UPS):
             for index, prompt in enumerate(prompts):
                 prompt += [draw.randrange(3, 250) for _ in range(BLOCK)]
-                reply = complete(url, prompt)
-                hits += reply["nvext"]["worker_id"]["prefill_worker_id"] == homes[index]
+                hits += home_of(complete(url, prompt)) == homes[index]
         assert hits >= 0.95 * SESSIONS * FOLLOW_UPS, f"{hits} of {SESSIONS * FOLLOW_UPS}"
 
         # Eviction storm: far more distinct tokens than both caches hold.

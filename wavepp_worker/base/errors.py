@@ -14,7 +14,7 @@ class WavePPError(Exception):
 
 
 class ConfigError(WavePPError):
-    """The configuration or the model folder cannot be used; the message names the path in the file."""
+    """Configuration or model folder cannot be used; the message names the path in the file."""
 
 
 class RequestError(WavePPError):

@@ -13,7 +13,9 @@ def ceil_div(value: int, unit: int) -> int:
 
 def align_down(value: int, unit: int) -> int:
     """Return the largest multiple of `unit` that is <= value."""
-    check(value >= 0 and unit > 0, "align_down needs value >= 0 and unit > 0", value=value, unit=unit)
+    check(
+        value >= 0 and unit > 0, "align_down needs value >= 0 and unit > 0", value=value, unit=unit
+    )
     return value - value % unit
 
 

@@ -3,7 +3,8 @@
     serving ── Announce, Cancel, ViewRequest, Shutdown ──▶ WAVE0
     WAVE_s  ── Install, Drop, Admitting, Peers, Shutdown ─▶ LOOP_s
     LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed ────────▶ WAVE_s
-    any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone, CacheView, Stats, Fatal ─▶ serving
+    any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone,
+               CacheView, Stats, Fatal ──────────────────▶ serving
 
 Every pair of processes is one FIFO; nothing is assumed about the order between pairs.
 """
