@@ -1,0 +1,107 @@
+"""What a stage refuses at start, and how big its pool gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from wavepp_worker.base.errors import ConfigError, DeviceError
+from wavepp_worker.base.types import Rank
+from wavepp_worker.config.derive import derive
+from wavepp_worker.config.schema import Config
+from wavepp_worker.model.spec import read_facts
+from wavepp_worker.runtime.boot import Boot
+from wavepp_worker.runtime.stage_setup import build_stage, pool_blocks, stage_device
+
+CPU = torch.device("cpu")
+
+
+def make_boot(tmp: Path, **sections: dict[str, object]) -> Boot:
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+    }
+    (tmp / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **shape}))
+    model: dict[str, object] = {"path": str(tmp), "load_format": "dummy"}
+    tree: dict[str, dict[str, object]] = {
+        "model": model,
+        "cluster": {"stages": 1},
+        "cache": {"block_tokens": 16},
+        "planner": {"wave_tokens_max": 64},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    config = msgspec.convert(tree, Config)
+    facts = read_facts(tmp, load_format="dummy")
+    return Boot(
+        config=config,
+        plan=derive(config, facts),
+        facts=facts,
+        epoch=1,
+        group="g",
+        run_dir=str(tmp),
+        report_address="",
+        namespace="n",
+        parent_pid=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "words"),
+    [
+        ({"model": {"load_format": "safetensors"}}, ConfigError, "no \\*.safetensors"),
+        ({"cache": {"device_tokens": 16 << 44}}, DeviceError, "out of memory on cpu while alloc"),
+        ({"cluster": {"devices": ["cuda:63"]}}, ConfigError, "stage 0 wants cuda:63, but"),
+        ({"cluster": {"devices": ["toaster"]}}, ConfigError, "'toaster' is not a device"),
+        ({"cluster": {"devices": ["meta"]}}, ConfigError, "only cpu and cuda"),
+    ],
+)
+def test_an_unusable_start_says_why(
+    tmp_path: Path, sections: dict[str, dict[str, object]], error: type[Exception], words: str
+) -> None:
+    boot = make_boot(tmp_path, **({"cluster": {"devices": ["cpu"]}} | sections))
+    with zmq.Context() as context, pytest.raises(error, match=words):
+        build_stage(boot, Rank(0), None, context)
+
+
+def test_nccl_cannot_serve_a_cpu_stage(tmp_path: Path) -> None:
+    boot = make_boot(
+        tmp_path,
+        cluster={"stages": 2, "devices": ["cpu", "cpu"]},
+        transport={"activations": "nccl"},
+    )
+    with zmq.Context() as context, pytest.raises(ConfigError, match="nccl cannot move"):
+        build_stage(boot, Rank(1), None, context)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_cpu_is_the_default_without_cuda() -> None:
+    assert stage_device((), 2, Rank(1)) == CPU
+
+
+def test_a_configured_pool_is_cut_to_whole_blocks(tmp_path: Path) -> None:
+    boot = make_boot(tmp_path, cache={"device_tokens": 100})
+    assert pool_blocks(boot, Rank(0), CPU) == 6
+
+
+def test_a_default_cpu_pool_holds_four_longest_prompts_and_a_ring(tmp_path: Path) -> None:
+    # 4 * 128 tokens of prompts + 2 * 64 tokens of waves, 16 tokens a block
+    assert pool_blocks(make_boot(tmp_path), Rank(0), CPU) == (4 * 128 + 2 * 64) // 16
+
+
+def test_a_pool_without_room_is_refused(tmp_path: Path) -> None:
+    boot = make_boot(tmp_path)
+    stage = msgspec.structs.replace(boot.plan.stages[0], block_bytes=1 << 60)
+    boot = msgspec.structs.replace(boot, plan=msgspec.structs.replace(boot.plan, stages=(stage,)))
+    with pytest.raises(ConfigError, match="no room for a cache on cpu"):
+        pool_blocks(boot, Rank(0), CPU)
