@@ -1,0 +1,258 @@
+"""What every `StageStream` does alike: order, fences, chunking, hops, errors.
+
+Runs against the CPU stream, and against the CUDA stream where there are CUDA devices.  All stages
+of a pipeline live in this one process; each meets its neighbours from a thread of its own, as
+separate processes would.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from wavepp_worker.config.derive import balanced_layers
+from wavepp_worker.executor.ports import WaveChunk, WaveFenced
+from wavepp_worker.model.load import load_stage
+from wavepp_worker.model.spec import read_spec
+from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
+from wavepp_worker.runtime.stage_work import StageWork
+from wavepp_worker.transport.activations import ActivationLink, join_store, open_store
+
+B, BLOCKS, LAYERS, VOCAB = 8, 32, 3, 97
+DEADLINE_S = 60.0
+Stream = CpuStageStream | CudaStageStream
+Pipeline = Callable[[int], list[Stream]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pipeline(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pipeline]:
+    """Return a maker of pipelines: one stream per stage, first stage first."""
+    kind: str = request.param
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    opened: list[Stream] = []
+
+    def build(stages: int, timeout_s: float = 30.0) -> list[Stream]:
+        if kind == "cuda" and torch.cuda.device_count() < stages:
+            pytest.skip(f"{stages} CUDA devices needed")
+        streams = open_pipeline(model_folder, kind, stages, timeout_s)
+        opened.extend(streams)
+        return streams
+
+    yield build  # type: ignore[misc]
+    for stream in opened:
+        stream.close()
+        stream.close()  # closing twice is allowed
+
+
+def open_pipeline(folder: Path, kind: str, stages: int, timeout_s: float) -> list[Stream]:
+    torch.set_num_threads(1)
+    spec = read_spec(folder)
+    counts = balanced_layers(LAYERS, stages)
+    store, address = open_store("127.0.0.1", timeout_s=30.0)
+    streams: list[Stream | None] = [None] * stages
+
+    def open_stage(rank: int) -> None:
+        device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+        first = sum(counts[:rank])
+        model = load_stage(
+            folder, spec, first, first + counts[rank], device=device, load_format="dummy", seed=5
+        )
+        link = None
+        if stages > 1:
+            link = ActivationLink(
+                rank,
+                stages,
+                backend="nccl" if kind == "cuda" else "gloo",
+                store=store if rank == 0 else join_store(address, timeout_s=30.0),
+                host="127.0.0.1",
+                timeout_s=timeout_s,
+                device=device,
+            )
+        work = StageWork(model, model.make_store(BLOCKS, B), link)
+        streams[rank] = CudaStageStream(work) if kind == "cuda" else CpuStageStream(work)
+
+    threads = [threading.Thread(target=open_stage, args=(rank,)) for rank in range(stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return [stream for stream in streams if stream is not None]
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(7 * index + 13 * salt + index * index) % VOCAB for index in range(length)]
+
+
+def chunk(
+    rid: int, tokens: list[int], start: int, stop: int, table: list[int], is_first_stage: bool
+) -> WaveChunk:
+    return WaveChunk(
+        rid=rid,
+        start=start,
+        length=stop - start,
+        table=table,
+        tokens=struct.pack(f"<{stop - start}I", *tokens[start:stop]) if is_first_stage else b"",
+        wants_token=stop == len(tokens),
+    )
+
+
+def run_everywhere(
+    streams: list[Stream], wave: int, spans: list[tuple[int, list[int], int, int, list[int]]]
+) -> None:
+    for rank, stream in enumerate(streams):
+        is_last = rank == len(streams) - 1
+        chunks = [chunk(*span, is_first_stage=rank == 0) for span in spans]
+        if not is_last:
+            chunks = [
+                WaveChunk(each.rid, each.start, each.length, each.table, each.tokens)
+                for each in chunks
+            ]
+        stream.run(wave, chunks)
+
+
+def await_fences(stream: Stream, count: int) -> list[WaveFenced]:
+    """Wait on the descriptor, as the poll loop does, until `count` waves are fenced."""
+    fenced: list[WaveFenced] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(fenced) < count:
+        left = deadline - time.monotonic()
+        assert left > 0, f"only {fenced} of {count} fences"
+        select.select([stream.fileno()], [], [], left)
+        fenced += stream.poll()
+    return fenced
+
+
+def answers(fenced: list[WaveFenced]) -> dict[int, tuple[int, float]]:
+    assert [wave.error for wave in fenced] == [""] * len(fenced)
+    return {rid: (token, logprob) for wave in fenced for rid, token, logprob in wave.tokens}
+
+
+TABLES = [[3, 9, 1, 20], [8, 2, 30, 31]]
+
+
+def whole(pipeline: Pipeline, tokens: list[int]) -> tuple[int, float]:
+    """The answer of one stage to the whole prompt in one wave."""
+    streams = pipeline(1)
+    run_everywhere(streams, 1, [(1, tokens, 0, len(tokens), TABLES[0])])
+    return answers(await_fences(streams[0], 1))[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_chunks_over_stages_answer_like_one_whole_prompt(pipeline: Pipeline, stages: int) -> None:
+    first, second = prompt(29), prompt(11, salt=1)
+    streams = pipeline(stages)
+    waves = [
+        [(1, first, 0, 16, TABLES[0])],
+        [(1, first, 16, 24, TABLES[0]), (2, second, 0, 8, TABLES[1])],
+        [(1, first, 24, 29, TABLES[0]), (2, second, 8, 11, TABLES[1])],
+    ]
+    for number, spans in enumerate(waves, start=1):
+        run_everywhere(streams, number, spans)
+    for stream in streams[:-1]:
+        assert await_fences(stream, 3) == [WaveFenced(1), WaveFenced(2), WaveFenced(3)]
+    fenced = await_fences(streams[-1], 3)
+    assert [wave.wave for wave in fenced] == [1, 2, 3]
+    assert [len(wave.tokens) for wave in fenced] == [0, 0, 2]
+    found = answers(fenced)
+    for rid, tokens in ((1, first), (2, second)):
+        token, logprob = whole(pipeline, tokens)
+        assert found[rid][0] == token
+        assert found[rid][1] == pytest.approx(logprob, abs=1e-4)
+
+
+def test_a_reused_prefix_answers_like_a_cold_prompt(pipeline: Pipeline) -> None:
+    shared = prompt(16)
+    first, second = shared + prompt(5, salt=2), shared + prompt(9, salt=3)
+    (stream,) = streams = pipeline(1)
+    run_everywhere(streams, 1, [(1, first, 0, len(first), [4, 7, 5])])
+    run_everywhere(streams, 2, [(2, second, 16, len(second), [4, 7, 11, 12])])
+    found = answers(await_fences(stream, 2))
+    token, logprob = whole(pipeline, second)
+    assert found[2][0] == token
+    assert found[2][1] == pytest.approx(logprob, abs=1e-4)
+
+
+def test_the_descriptor_is_readable_exactly_while_something_is_due(pipeline: Pipeline) -> None:
+    (stream,) = streams = pipeline(1)
+    assert stream.poll() == []
+    assert select.select([stream.fileno()], [], [], 0)[0] == []
+    run_everywhere(streams, 1, [(1, prompt(4), 0, 4, TABLES[0])])
+    assert select.select([stream.fileno()], [], [], DEADLINE_S)[0] == [stream.fileno()]
+    assert len(await_fences(stream, 1)) == 1
+    assert select.select([stream.fileno()], [], [], 0)[0] == []
+    assert stream.poll() == []
+
+
+def test_many_more_waves_than_buffers_can_be_enqueued(pipeline: Pipeline) -> None:
+    streams = pipeline(2)
+    tokens = prompt(32)
+    for wave in range(1, 5):
+        run_everywhere(streams, wave, [(1, tokens, 8 * wave - 8, 8 * wave, TABLES[0])])
+    assert [wave.wave for wave in await_fences(streams[0], 4)] == [1, 2, 3, 4]
+    found = answers(await_fences(streams[1], 4))
+    assert found[1][0] == whole(pipeline, tokens)[0]
+    times = streams[1].times
+    assert times.forward_s > 0
+    assert times.gap_s >= times.receive_wait_s
+
+
+def test_a_failed_wave_is_reported_and_nothing_runs_after_it(pipeline: Pipeline) -> None:
+    (stream,) = pipeline(1)
+    if isinstance(stream, CudaStageStream):
+        pytest.skip("a launch fails in the caller, which is fatal there")
+    too_short = WaveChunk(1, 0, 16, [3], struct.pack("<16I", *prompt(16)), True)
+    stream.run(1, [too_short])
+    stream.run(2, [chunk(2, prompt(4), 0, 4, TABLES[1], True)])
+    (fenced,) = await_fences(stream, 1)
+    assert fenced.wave == 1
+    assert "block table too short" in fenced.error
+    assert not select.select([stream.fileno()], [], [], 0.05)[0]
+
+
+def test_a_silent_neighbour_is_an_error_in_time(model_folder: Path) -> None:
+    streams = open_pipeline(model_folder, "cpu", 2, timeout_s=1.0)
+    tokens = prompt(4)
+    streams[1].run(1, [chunk(1, tokens, 0, 4, TABLES[0], False)])
+    (fenced,) = await_fences(streams[1], 1)
+    assert "Timed out" in fenced.error
+    for stream in streams:
+        stream.close()
+
+
+def test_the_store_listens_on_its_host_only() -> None:
+    store, address = open_store("127.0.0.1", timeout_s=5.0)
+    port = int(address.rpartition(":")[2])
+    rows = Path("/proc/net/tcp").read_text().splitlines()
+    rows += Path("/proc/net/tcp6").read_text().splitlines()
+    fields = [row.split() for row in rows]
+    listen = "0A"
+    hosts = {f[1][:-5] for f in fields if f[1].endswith(f":{port:04X}") and f[3] == listen}
+    assert hosts == {"0100007F"}
+    del store

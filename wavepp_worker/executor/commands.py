@@ -1,0 +1,65 @@
+"""Outputs of the LoopMachine; its driver performs them in order, none of them waits."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.wire.mailbox import Copy, Finished, Freed, WaveDone
+from wavepp_worker.wire.waves import Release, WaveHeader, WaveResult
+
+
+class SendToFollowers(Struct, frozen=True):
+    """Rank 0: to every other LOOP, in the order given."""
+
+    message: WaveHeader | Release
+
+
+class SendResult(Struct, frozen=True):
+    """Last rank, unless it is rank 0: to LOOP0."""
+
+    result: WaveResult
+
+
+class RunCopies(Struct, frozen=True):
+    """Enqueue on the stage's stream, before any later wave.  [algorithms 16.2]"""
+
+    copies: tuple[Copy, ...]
+
+
+class RunWave(Struct, frozen=True):
+    """Enqueue on the stage's stream."""
+
+    wave: int
+    chunks: tuple[WaveChunk, ...]
+
+
+class OpenHold(Struct, frozen=True):
+    """The prompt is complete on this stage: offer it to a reader and send `Ready`."""
+
+    rid: int
+    table: tuple[int, ...]  # slot of block 0, 1, ...
+    tokens: int  # prompt length
+
+
+class DropHold(Struct, frozen=True):
+    """Nobody will read it; `HoldEnded` follows."""
+
+    rid: int
+
+
+class ToWave(Struct, frozen=True):
+    """To this rank's WAVE."""
+
+    message: WaveDone | Freed
+
+
+class ToServing(Struct, frozen=True):
+    """To the serving process."""
+
+    message: Finished
+
+
+LoopCommand = (
+    SendToFollowers | SendResult | RunCopies | RunWave | OpenHold | DropHold | ToWave | ToServing
+)

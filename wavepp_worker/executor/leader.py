@@ -1,0 +1,131 @@
+"""Rank 0's part of the LoopMachine: which waves exist, and the answers they bring.
+
+    lanes (planner) ──plan──▶ WaveHeader ──ring slot──▶ ... ──WaveResult──▶ retired, Finished
+
+Emission never waits for a follower: a wave that names a request which a follower has not
+installed yet waits there.  A cancelled request's waves run and retire like all others.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from wavepp_worker.base.errors import DeviceError, check
+from wavepp_worker.base.types import Instant
+from wavepp_worker.executor.ring import Ring
+from wavepp_worker.planner.ports import PlannedSpan, WavePlanner, WaveSlot
+from wavepp_worker.wire.mailbox import Drop, Finished, Install
+from wavepp_worker.wire.waves import (
+    SPAN_FIRST,
+    SPAN_LAST,
+    Release,
+    SpanEntry,
+    WaveHeader,
+    WaveResult,
+)
+
+
+class _Due(Struct, frozen=True):
+    """A request whose first token is not known yet."""
+
+    ino: int
+    endpoint: int
+    prompt_tokens: int
+
+
+class WaveLeader:
+    """Plans and retires waves.
+
+    Args:
+        epoch: stamped on every message.
+    """
+
+    def __init__(self, epoch: int, planner: WavePlanner, ring: Ring) -> None:
+        self._epoch = epoch
+        self._planner = planner
+        self._ring = ring
+        # Requests whose first token is due.  Apart from the stage's books, because this rank's own
+        # hold may end, and its slots be freed, before the result arrives.
+        self._unanswered: dict[int, _Due] = {}
+        self.admitting_count = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is scheduled, under way or due."""
+        return not self._unanswered and self._ring.count == 0 and not self._planner.lane_count()
+
+    def install(self, install: Install) -> None:
+        """Take in an admitted request; it may be scheduled at once, whatever followers know."""
+        self._unanswered[install.rid] = _Due(install.ino, install.endpoint, install.prompt_tokens)
+        self._planner.add_lane(install.rid, install.endpoint, install.prompt_tokens)
+
+    def drop(self, drop: Drop) -> Release:
+        """Schedule nothing more of a cancelled request; return what every rank must be told.
+
+        Sent even if all of it was emitted or this rank has freed it: other ranks may hold it.
+        """
+        self._planner.remove_lane(drop.rid)
+        self._unanswered.pop(drop.rid, None)
+        return Release(epoch=self._epoch, rid=drop.rid, ino=drop.ino)
+
+    def plan(self, now: Instant) -> WaveHeader | None:
+        """Return the next wave, or None: no slot is free or nothing is runnable."""
+        ring = self._ring
+        if not ring.has_room:
+            return None
+        planned = self._planner.plan(
+            WaveSlot(ring.next_wave, ring.oldest_wave, self.admitting_count)
+        )
+        if planned is None:
+            return None
+        self._planner.accept(planned.spans)
+        tokens = sum(span.length for span in planned.spans)
+        check(0 < tokens <= planned.budget, "a wave fits its budget", tokens=tokens)
+        return WaveHeader(
+            epoch=self._epoch,
+            wave=ring.emit(now),
+            tokens=tokens,
+            budget=planned.budget,
+            spans=tuple(self._entry(span) for span in planned.spans),
+        )
+
+    def retire(self, result: WaveResult, now: Instant) -> list[Finished]:
+        """Retire a wave; return the answers that someone still waits for.
+
+        Raises:
+            DeviceError: the last stage failed.
+        """
+        if result.error:
+            raise DeviceError(f"wave {result.wave}: {result.error}")
+        self._ring.retire(result.wave, now)
+        finished = []
+        for answer in result.first_tokens:
+            due = self._unanswered.pop(answer.rid, None)
+            if due is not None:
+                finished.append(Finished(answer.rid, due.endpoint, answer.token, answer.logprob))
+        return finished
+
+    def next_deadline(self) -> Instant | None:
+        """Return when `check_progress` must be called at the latest."""
+        return self._ring.deadline()
+
+    def check_progress(self, now: Instant) -> None:
+        """Raise PeerError if waves are under way and none retires."""
+        self._ring.check_progress(now)
+
+    def ring_count(self) -> int:
+        """Return how many waves are under way."""
+        return self._ring.count
+
+    def lane_count(self) -> int:
+        """Return how many requests have tokens left to schedule."""
+        return self._planner.lane_count()
+
+    def _entry(self, span: PlannedSpan) -> SpanEntry:
+        due = self._unanswered[span.rid]
+        flags = 0
+        if span.start == due.endpoint:
+            flags |= SPAN_FIRST
+        if span.start + span.length == due.prompt_tokens:
+            flags |= SPAN_LAST
+        return SpanEntry(span.rid, due.ino, span.start, span.length, flags)

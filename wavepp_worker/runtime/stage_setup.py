@@ -1,0 +1,214 @@
+"""Builds the device side of one rank: device, weights, hops, pool, hold desk, stream.
+
+Everything that a configuration or a machine can get wrong at start shows here, as an error whose
+text is fit for the person who started the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
+from wavepp_worker.base.types import Rank
+from wavepp_worker.base.units import ceil_div
+from wavepp_worker.model.load import load_stage
+from wavepp_worker.model.spec import read_spec
+from wavepp_worker.runtime.boot import Boot
+from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
+from wavepp_worker.runtime.stage_work import StageWork
+from wavepp_worker.transfer.desk import HoldDesk
+from wavepp_worker.transport.activations import ActivationLink, Store
+from wavepp_worker.transport.sockets import Context
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_FRACTION = 0.25  # of the memory that is free now, shared by all stages of this host
+CPU_PROMPTS = 4  # a CPU pool of default size holds no more than so many longest prompts
+PROGRESS_INTERVAL_S = 2.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """What the LOOP process drives."""
+
+    stream: CpuStageStream | CudaStageStream
+    desk: HoldDesk
+    slot_counts: tuple[int, ...]  # device slots per window
+
+    def close(self) -> None:
+        """Stop both.  Idempotent."""
+        self.stream.close()
+        self.desk.close()
+
+
+def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage:
+    """Return this rank's stage, connected to its neighbours.  Takes as long as loading does.
+
+    Args:
+        store: the torch.distributed store of this epoch; not used with one stage.
+        context: for the hold desk's socket.
+
+    Raises:
+        ConfigError: unusable weights, devices, pool size or transfer backend.
+        DeviceError: out of memory.
+        PeerError: a neighbour did not come up in time.
+    """
+    config, plan = boot.config, boot.plan.stages[rank]
+    torch.set_num_threads(config.cluster.threads)
+    device = stage_device(config.cluster.devices, config.cluster.stages, rank)
+    spec = read_spec(config.model.path, config.model.dtype)
+    with _memory_errors(f"loading the weights of layers {plan.first} to {plan.stop - 1}", device):
+        model = load_stage(
+            config.model.path,
+            spec,
+            plan.first,
+            plan.stop,
+            device=device,
+            load_format=config.model.load_format,
+            seed=config.model.seed,
+            progress=_progress_log(rank),
+        )
+    # Before the pool: its size is what the device has left once the hops have their buffers.
+    link = _open_link(boot, rank, store, device)
+    blocks = pool_blocks(boot, rank, device)
+    size = f"{blocks} blocks of {plan.block_bytes} bytes"
+    with _memory_errors(f"allocating a cache of {size} (cache.device_tokens)", device):
+        kv_store = model.make_store(blocks, config.cache.block_tokens)
+    logger.info("cache: %s rank=%d device=%s", size, rank, device)
+    desk = HoldDesk(
+        config.transfer,
+        config.cluster.host,
+        kv_store,
+        rank=rank,
+        layers=(plan.first, plan.stop),
+        block_tokens=config.cache.block_tokens,
+        dtype=spec.dtype,
+        fingerprint=boot.plan.fingerprint,
+        context=context,
+    )
+    work = StageWork(model, kv_store, link)
+    stream = CudaStageStream(work) if device.type == "cuda" else CpuStageStream(work)
+    return Stage(stream, desk, (blocks,))
+
+
+def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.device:
+    """Return the configured device, or the rank's CUDA device, or the CPU where there is none.
+
+    Raises:
+        ConfigError: no such device, or fewer CUDA devices than stages.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices:
+        try:
+            device = torch.device(devices[rank])
+        except RuntimeError as error:
+            raise ConfigError(f"cluster.devices: {devices[rank]!r} is not a device") from error
+    elif count == 0:
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", rank)
+    if device.type == "cuda":
+        index = device.index or 0
+        if index >= count:
+            raise ConfigError(
+                f"cluster.devices: stage {rank} wants cuda:{index}, but {count} CUDA device(s) are "
+                f"visible (cluster.stages = {stages})"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ConfigError(f"cluster.devices: {devices[rank]!r}: only cpu and cuda are supported")
+    return device
+
+
+def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
+    """Return how many blocks this stage's pool gets.
+
+    Raises:
+        ConfigError: not even two blocks fit.
+    """
+    config, plan = boot.config, boot.plan
+    block_bytes = plan.stages[rank].block_bytes
+    if config.cache.device_tokens is not None:
+        return config.cache.device_tokens // plan.block_tokens
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        budget_bytes = int(free_bytes * config.cache.device_fraction)
+        blocks = budget_bytes // block_bytes
+    else:
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // config.cluster.stages
+        ring_tokens = plan.ring_waves * plan.wave_tokens_max
+        enough = ceil_div(CPU_PROMPTS * plan.context_tokens + ring_tokens, plan.block_tokens)
+        blocks = min(budget_bytes // block_bytes, enough)
+    if blocks < 2:
+        raise ConfigError(
+            f"no room for a cache on {device}: {free_bytes} bytes are free, one block of stage "
+            f"{rank} takes {block_bytes}; use a smaller model, more stages or a smaller "
+            "cache.block_tokens"
+        )
+    return blocks
+
+
+def _open_link(boot: Boot, rank: Rank, store: Store, device: torch.device) -> ActivationLink | None:
+    config = boot.config
+    if config.cluster.stages == 1:
+        return None
+    backend = config.transport.activations
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if (backend == "nccl") != (device.type == "cuda"):
+        raise ConfigError(f"transport.activations: {backend} cannot move tensors of {device}")
+    # Neighbours load weights of their own size, so the first meeting may take much longer than
+    # any later exchange.
+    try:
+        store.set(f"loaded{rank}", b"1")
+        neighbours = {rank - 1, rank + 1} & set(range(config.cluster.stages))
+        store.wait([f"loaded{neighbour}" for neighbour in sorted(neighbours)])
+        return ActivationLink(
+            rank,
+            config.cluster.stages,
+            backend=backend,
+            store=store,
+            host=config.cluster.host,
+            timeout_s=config.transport.collective_timeout_s,
+            device=device,
+        )
+    except RuntimeError as error:
+        raise PeerError(
+            f"stage {rank} could not connect to its neighbours within "
+            f"{config.cluster.start_timeout_s:g} s (cluster.start_timeout_s): {error}"
+        ) from error
+
+
+@contextmanager
+def _memory_errors(what: str, device: torch.device) -> Iterator[None]:
+    """Say what was being done when memory ran out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # The CPU allocator raises a plain RuntimeError, the CUDA one a subclass of it.
+        text = str(error)
+        if not isinstance(error, MemoryError) and "memory" not in text:
+            raise
+        raise DeviceError(f"out of memory on {device} while {what}: {text}") from error
+
+
+def _progress_log(rank: Rank) -> Callable[[int, int], None]:
+    logged_at = time.monotonic()
+
+    def log(loaded: int, total: int) -> None:
+        nonlocal logged_at
+        now = time.monotonic()
+        if loaded == total or now - logged_at >= PROGRESS_INTERVAL_S:
+            logged_at = now
+            logger.info("weights: %d of %d tensors rank=%d", loaded, total, rank)
+
+    return log

@@ -1,0 +1,276 @@
+"""The device side of one rank: `executor.ports.StageStream` on a CPU thread or on CUDA streams.
+
+    run(wave) ─▶ receive (stage > 0) ─▶ forward ─▶ send (not last) ─▶ fence ─▶ poll()
+
+Both keep two receives posted, so a hop works while the stage computes, and both wake the poll
+loop through an eventfd.  Errors end up in `WaveFenced.error`; after one, nothing more runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from wavepp_worker.executor.ports import WaveChunk, WaveFenced
+from wavepp_worker.model.metadata import WaveBatch, build_batch
+from wavepp_worker.runtime.stage_work import (
+    Answer,
+    Doorbell,
+    StageWork,
+    StreamTimes,
+    describe,
+    pair_answers,
+)
+from wavepp_worker.transport.activations import Incoming
+from wavepp_worker.wire.mailbox import Copy
+
+RECEIVES_MAX: Final = 2  # receives posted ahead: buffers of one running and one waiting wave
+_cuda: Any = torch.cuda  # Stream and Event have no type annotations
+CLOSE_TIMEOUT_S: Final = 1.0  # a thread that waits for a neighbour is left to the process's end
+
+
+@dataclass(slots=True)
+class _Wave:
+    wave: int
+    chunks: Sequence[WaveChunk]
+    incoming: Incoming | None = None
+    is_receiving: bool = False
+
+
+class CpuStageStream:
+    """One compute thread with blocking gloo hops; the caller's thread stays free for sockets."""
+
+    def __init__(self, work: StageWork) -> None:
+        self._work = work
+        self._jobs: SimpleQueue[_Wave | Sequence[Copy] | None] = SimpleQueue()
+        self._fenced: deque[WaveFenced] = deque()  # append and popleft are atomic
+        self._bell = Doorbell()
+        self._forward_ended_at: float | None = None
+        self.times = StreamTimes()
+        self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
+        self._thread.start()
+
+    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
+        """Enqueue a wave."""
+        self._jobs.put(_Wave(wave, chunks))
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue cache copies."""
+        self._jobs.put(copies)
+
+    def poll(self) -> list[WaveFenced]:
+        """Return the waves that ended since the last call."""
+        self._bell.drain()
+        fenced = []
+        while self._fenced:
+            fenced.append(self._fenced.popleft())
+        return fenced
+
+    def fileno(self) -> int:
+        """Return the eventfd for a poll set."""
+        return self._bell.fileno()
+
+    def close(self) -> None:
+        """End the compute thread after what is enqueued, if that takes no longer than a moment."""
+        self._jobs.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._bell.close()
+
+    def _compute(self) -> None:
+        """Run jobs in order until the closing None or the first error."""
+        ahead: deque[_Wave | Sequence[Copy] | None] = deque()
+        wave = 0
+        try:
+            while True:
+                self._look_ahead(ahead)
+                job = ahead.popleft()
+                if job is None:
+                    return
+                if isinstance(job, _Wave):
+                    wave = job.wave
+                    self._fenced.append(WaveFenced(wave, self._run(job)))
+                    self._bell.ring()
+                else:
+                    self._work.store.copy(job)
+        except Exception as error:  # the thread's top: whatever failed is reported, then it ends
+            self._fenced.append(WaveFenced(wave, error=describe(error)))
+            self._bell.ring()
+
+    def _look_ahead(self, ahead: deque[_Wave | Sequence[Copy] | None]) -> None:
+        """Take in everything that is enqueued, at least one job, and post the next receives."""
+        if not ahead:
+            ahead.append(self._jobs.get())
+        while not self._jobs.empty():  # this thread is the only reader
+            ahead.append(self._jobs.get())
+        for job in islice((job for job in ahead if isinstance(job, _Wave)), RECEIVES_MAX):
+            if not job.is_receiving:
+                job.incoming = self._work.receive(job.chunks)
+                job.is_receiving = True
+
+    def _run(self, job: _Wave) -> tuple[Answer, ...]:
+        work = self._work
+        batch = build_batch(job.chunks, work.store.block_tokens, work.model.device)
+        asked_at = time.monotonic()
+        inputs = None if job.incoming is None else job.incoming.wait()
+        began_at = time.monotonic()
+        if self._forward_ended_at is not None:
+            self.times.gap_s += began_at - self._forward_ended_at
+            self.times.receive_wait_s += began_at - asked_at
+        outputs = work.forward(batch, inputs)
+        picked = work.pick(batch, job.chunks, outputs)
+        self._forward_ended_at = time.monotonic()
+        self.times.forward_s += self._forward_ended_at - began_at
+        work.send(outputs)
+        if picked is None:
+            return ()
+        tokens, logprobs = picked
+        return pair_answers(batch, job.chunks, tokens.tolist(), logprobs.tolist())
+
+
+@dataclass(slots=True)
+class _Launched:
+    wave: int
+    batch: WaveBatch
+    chunks: Sequence[WaveChunk]
+    picked: Tensor | None  # f64 [2, L], pinned: tokens, logprobs
+    began: Any
+    ended: Any  # the fence
+
+
+@dataclass(slots=True)
+class _CudaStreams:
+    compute: Any
+    receive: Any
+    copy: Any
+
+    @classmethod
+    def open(cls, device: torch.device) -> _CudaStreams:
+        return cls(*(_cuda.Stream(device) for _ in range(3)))
+
+
+class CudaStageStream:
+    """Asynchronous launches from the caller's thread; NCCL hops; fences are CUDA events.
+
+    No Python runs beside the launching thread: the one other thread sleeps in
+    `Event.synchronize`, which holds no interpreter lock, and then rings the bell.  At most
+    `RECEIVES_MAX` waves are launched and unfenced, which bounds the activation buffers.
+
+    Copies run at once on a stream of their own, because their sources are fenced and nobody uses
+    their targets; every wave waits for the copies enqueued before its launch.  [algorithms 16.2]
+
+    CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
+    two stages); more stages, `copy` with copies and a failing kernel have not been run.
+    """
+
+    def __init__(self, work: StageWork) -> None:
+        self._work = work
+        self._waiting: deque[_Wave] = deque()
+        self._launched: deque[_Launched] = deque()
+        self._streams = _CudaStreams.open(work.model.device)
+        self._bell = Doorbell()
+        self._last_ended: Any = None
+        self._is_failed = False
+        self.times = StreamTimes()
+        # Weights and the zeroed pool were written on the default stream.
+        torch.cuda.synchronize(work.model.device)
+        self._events: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="fences", daemon=True)
+        self._thread.start()
+
+    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
+        """Enqueue a wave."""
+        self._waiting.append(_Wave(wave, chunks))
+        self._launch()
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue cache copies."""
+        with torch.cuda.stream(self._streams.copy):
+            self._work.store.copy(copies)
+
+    def poll(self) -> list[WaveFenced]:
+        """Return the waves whose fence passed since the last call; launch what now fits."""
+        self._bell.drain()
+        fenced: list[WaveFenced] = []
+        while self._launched and not self._is_failed:
+            head = self._launched[0]
+            try:
+                if not head.ended.query():
+                    break
+                self._launched.popleft()
+                fenced.append(WaveFenced(head.wave, self._finish(head)))
+            except (RuntimeError, ArithmeticError) as error:  # an earlier kernel failed
+                self._is_failed = True
+                fenced.append(WaveFenced(head.wave, error=describe(error)))
+        self._launch()
+        return fenced
+
+    def fileno(self) -> int:
+        """Return the eventfd for a poll set."""
+        return self._bell.fileno()
+
+    def close(self) -> None:
+        """End the watching thread, if the device is done in a moment."""
+        self._events.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._bell.close()
+
+    def _launch(self) -> None:
+        while self._waiting and len(self._launched) < RECEIVES_MAX and not self._is_failed:
+            self._launched.append(self._enqueue(self._waiting.popleft()))
+            self._events.put(self._launched[-1].ended)
+
+    def _enqueue(self, job: _Wave) -> _Launched:
+        work, streams = self._work, self._streams
+        # On its own stream the receive starts now, not after the waves launched before it.
+        with torch.cuda.stream(streams.receive):
+            incoming = work.receive(job.chunks)
+        began = _cuda.Event(enable_timing=True)
+        ended = _cuda.Event(enable_timing=True, blocking=True)
+        with torch.cuda.stream(streams.compute):
+            batch = build_batch(job.chunks, work.store.block_tokens, work.model.device)
+            inputs = None if incoming is None else incoming.wait()
+            for tensor in (inputs or {}).values():
+                tensor.record_stream(streams.compute)
+            streams.compute.wait_stream(streams.copy)
+            began.record()
+            outputs = work.forward(batch, inputs)
+            picked = work.pick(batch, job.chunks, outputs)
+            on_host = None
+            if picked is not None:
+                on_device = torch.stack([part.double() for part in picked])
+                on_host = torch.empty(on_device.shape, dtype=torch.float64, pin_memory=True)
+                on_host.copy_(on_device, non_blocking=True)
+            ended.record()
+            work.send(outputs)
+        return _Launched(job.wave, batch, job.chunks, on_host, began, ended)
+
+    def _finish(self, launched: _Launched) -> tuple[Answer, ...]:
+        self.times.forward_s += launched.began.elapsed_time(launched.ended) / 1e3
+        if self._last_ended is not None:
+            self.times.gap_s += self._last_ended.elapsed_time(launched.began) / 1e3
+        self._last_ended = launched.ended
+        if launched.picked is None:
+            return ()
+        tokens, logprobs = launched.picked.tolist()
+        return pair_answers(
+            launched.batch, launched.chunks, [int(token) for token in tokens], logprobs
+        )
+
+    def _watch(self) -> None:
+        """Ring after every fence; a failed device is reported by `poll`, which asks it again."""
+        while (event := self._events.get()) is not None:
+            try:
+                event.synchronize()
+            finally:
+                self._bell.ring()
