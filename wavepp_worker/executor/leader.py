@@ -14,7 +14,7 @@ from wavepp_worker.base.errors import DeviceError, check
 from wavepp_worker.base.types import Instant
 from wavepp_worker.executor.ring import Ring
 from wavepp_worker.planner.ports import PlannedSpan, WavePlanner, WaveSlot
-from wavepp_worker.wire.mailbox import Drop, Finished, Install
+from wavepp_worker.wire.mailbox import Drop, Finished, Install, Timeline
 from wavepp_worker.wire.waves import (
     SPAN_FIRST,
     SPAN_LAST,
@@ -25,12 +25,15 @@ from wavepp_worker.wire.waves import (
 )
 
 
-class _Due(Struct, frozen=True):
+class _Due(Struct):
     """A request whose first token is not known yet."""
 
     ino: int
     endpoint: int
     prompt_tokens: int
+    announced_at: float
+    admitted_at: float
+    scheduled_at: float = 0.0
 
 
 class WaveLeader:
@@ -56,7 +59,13 @@ class WaveLeader:
 
     def install(self, install: Install) -> None:
         """Take in an admitted request; it may be scheduled at once, whatever followers know."""
-        self._unanswered[install.rid] = _Due(install.ino, install.endpoint, install.prompt_tokens)
+        self._unanswered[install.rid] = _Due(
+            install.ino,
+            install.endpoint,
+            install.prompt_tokens,
+            install.announced_at,
+            install.admitted_at,
+        )
         self._planner.add_lane(install.rid, install.endpoint, install.prompt_tokens)
 
     def drop(self, drop: Drop) -> Release:
@@ -86,7 +95,7 @@ class WaveLeader:
             wave=ring.emit(now),
             tokens=tokens,
             budget=planned.budget,
-            spans=tuple(self._entry(span) for span in planned.spans),
+            spans=tuple(self._entry(span, now) for span in planned.spans),
         )
 
     def retire(self, result: WaveResult, now: Instant) -> list[Finished]:
@@ -102,7 +111,10 @@ class WaveLeader:
         for answer in result.first_tokens:
             due = self._unanswered.pop(answer.rid, None)
             if due is not None:
-                finished.append(Finished(answer.rid, due.endpoint, answer.token, answer.logprob))
+                timeline = Timeline(due.announced_at, due.admitted_at, due.scheduled_at, now)
+                finished.append(
+                    Finished(answer.rid, due.endpoint, answer.token, answer.logprob, timeline)
+                )
         return finished
 
     def next_deadline(self) -> Instant | None:
@@ -121,11 +133,12 @@ class WaveLeader:
         """Return how many requests have tokens left to schedule."""
         return self._planner.lane_count()
 
-    def _entry(self, span: PlannedSpan) -> SpanEntry:
+    def _entry(self, span: PlannedSpan, now: Instant) -> SpanEntry:
         due = self._unanswered[span.rid]
         flags = 0
         if span.start == due.endpoint:
             flags |= SPAN_FIRST
+            due.scheduled_at = now
         if span.start + span.length == due.prompt_tokens:
             flags |= SPAN_LAST
         return SpanEntry(span.rid, due.ino, span.start, span.length, flags)

@@ -84,6 +84,8 @@ class Install(Struct, array_like=True, frozen=True, tag="install"):
     copies: tuple[Copy, ...] = ()
     tokens: bytes = b""  # rank 0 only: u32 little-endian, the whole prompt
     sampling: Sampling | None = None
+    announced_at: float = 0.0  # rank 0 only, with admitted_at: seconds on its host's clock
+    admitted_at: float = 0.0
 
 
 class Drop(Struct, array_like=True, frozen=True, tag="drop"):
@@ -177,6 +179,15 @@ class Ready(Struct, array_like=True, frozen=True, tag="ready"):
     handoff: StageHandoff
 
 
+class Timeline(Struct, array_like=True, frozen=True):
+    """When a request passed rank 0's processes; seconds on that host's monotonic clock."""
+
+    announced_at: float = 0.0  # WAVE0 took the announce
+    admitted_at: float = 0.0  # all ranks had committed; the Install left
+    scheduled_at: float = 0.0  # LOOP0 emitted the first wave
+    answered_at: float = 0.0  # LOOP0 had the first token
+
+
 class Finished(Struct, array_like=True, frozen=True, tag="finished"):
     """LOOP0: the first answer token is known."""
 
@@ -184,6 +195,7 @@ class Finished(Struct, array_like=True, frozen=True, tag="finished"):
     endpoint: int  # tokens reused
     token: int
     logprob: float
+    timeline: Timeline = Timeline()
 
 
 class KvDelta(Struct, array_like=True, frozen=True, tag="kv_delta"):

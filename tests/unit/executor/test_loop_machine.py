@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import msgspec
 import pytest
 
 from wavepp_worker.base.errors import DeviceError, InvariantError, PeerError
@@ -31,6 +32,7 @@ from wavepp_worker.wire.mailbox import (
     Freed,
     Install,
     Sampling,
+    Timeline,
     WaveDone,
 )
 from wavepp_worker.wire.waves import (
@@ -103,15 +105,20 @@ def follower(rank: int = 1, stages: int = 2) -> Rig:
 def test_life_of_a_request_with_one_stage() -> None:
     rig = Rig()
     sampling = Sampling(temperature=0.5, seed=3)
-    install = make_install(1, 7, 10, 4, with_tokens=True, sampling=sampling)
+    install = msgspec.structs.replace(
+        make_install(1, 7, 10, 4, with_tokens=True, sampling=sampling),
+        announced_at=97.0,
+        admitted_at=98.0,
+    )
     assert rig.send(install) == []
     run = RunWave(1, (chunk(install, 4, 6, wants_token=True, sampling=sampling),))
     assert rig.tick() == [run]
     assert run.chunks[0].tokens == struct.pack("<6I", 4, 5, 6, 7, 8, 9)
+    rig.now = 101.0
     assert rig.send(WaveFenced(1, ((7, 42, -0.5),))) == [
         ToWave(WaveDone(1, ((7, 10),))),
         OpenHold(7, install.tables[0], 10),
-        ToServing(Finished(7, 4, 42, -0.5)),
+        ToServing(Finished(7, 4, 42, -0.5, Timeline(97.0, 98.0, 100.0, 101.0))),
     ]
     assert not rig.machine.is_idle
     assert rig.send(HoldEnded(7)) == [ToWave(Freed(7))]
@@ -162,7 +169,8 @@ def test_own_hold_may_end_before_the_answer_is_known() -> None:
     rig.send(WaveFenced(1))
     assert rig.send(HoldEnded(7)) == [ToWave(Freed(7))]
     answer = WaveResult(1, 1, (FirstToken(7, 5, -1.0),))
-    assert rig.send(answer) == [ToServing(Finished(7, 0, 5, -1.0))]
+    timeline = Timeline(scheduled_at=100.0, answered_at=100.0)
+    assert rig.send(answer) == [ToServing(Finished(7, 0, 5, -1.0, timeline))]
     assert rig.machine.is_idle
 
 
