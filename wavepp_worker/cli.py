@@ -22,6 +22,7 @@ from graphs.preflight import preflight, visible_gpus
 from graphs.resolve import resolve
 from wavepp_worker import __version__
 from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.bench.command import add_bench
 from wavepp_worker.config.json_schema import graph_schema, render, worker_schema
 from wavepp_worker.config.load import (
     Source,
@@ -65,6 +66,7 @@ examples:
   wavepp serve graphs.disagg -f configs/smollm2-cpu.yaml     start everything and chat
   wavepp check-config configs/smollm2-cpu.yaml               find mistakes before a start
   wavepp print-schema                                        every key, its type and default
+  wavepp bench idle                                          what the pipeline adds to a request
 
 `wavepp COMMAND --help` says more.
 """
@@ -77,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     _add_check(commands)
     _add_schema(commands)
+    add_bench(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=lambda _args: print(__version__))
     return _run(parser, sys.argv[1:] if argv is None else argv)
