@@ -1,0 +1,41 @@
+"""What a rank knows of a request before and besides any promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wavepp_worker.base.types import RequestId, SequenceHash, Tokens
+from wavepp_worker.base.units import ceil_div, endpoint_max
+
+
+class KnownRequest:
+    """Length and keys of one prompt; holds no block."""
+
+    __slots__ = (
+        "attempt",
+        "block_count",
+        "block_tokens",
+        "endpoint_max",
+        "keys",
+        "prompt_tokens",
+        "rid",
+    )
+
+    def __init__(
+        self,
+        rid: RequestId,
+        prompt_tokens: Tokens,
+        keys: Sequence[SequenceHash],
+        block_tokens: int,
+    ) -> None:
+        self.rid = rid
+        self.prompt_tokens = prompt_tokens
+        self.block_tokens = block_tokens
+        self.keys = keys
+        """One per full block."""
+        self.block_count = ceil_div(prompt_tokens, block_tokens)
+        """Blocks of the whole prompt, the partial last one included."""
+        self.endpoint_max = endpoint_max(prompt_tokens, block_tokens)
+        """Deepest endpoint, in tokens: the last prompt token is always computed."""
+        self.attempt = 0
+        """Highest attempt that took a lease here; attempts only grow."""
