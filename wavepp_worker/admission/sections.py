@@ -1,0 +1,149 @@
+"""The seam between the pure machine and one rank's cache, for the WAVE process and for tests.
+
+`InlineRank` runs each section as soon as the machine asks for it, so a whole round is one call
+and nothing else touches the cache in between.  What it returns is for the driver to send:
+
+    SendBroadcast, SendGathered   to every other rank, in order (rank 0 only)
+    SendVote                      to rank 0
+    SendInstall, SendDrop, SendAdmitting                  to this rank's LOOP
+    Report*, SendCacheView                                to the serving process
+    ShutDown                                              end the process
+    Transition                                            one line of a request's story
+
+Call `handle(Tick(), now)` when `next_deadline()` has passed; on rank 0 not before every rank has
+joined the rounds plane.  [algorithms 16]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from wavepp_worker.admission.commands import (
+    AcquireLease,
+    CommitEscrow,
+    Forget,
+    Learn,
+    Materialize,
+    Outward,
+    PrepareEscrow,
+    Probe,
+    ReadCapacity,
+    ReleaseAttempt,
+    Section,
+    TrimLease,
+)
+from wavepp_worker.admission.events import (
+    CapacityRead,
+    EscrowHeld,
+    EscrowShort,
+    HintProbed,
+    LeaseTaken,
+    OutsideEvent,
+    SectionDone,
+    SectionResult,
+    SequenceFreed,
+    SequenceMade,
+)
+from wavepp_worker.admission.machine import AdmissionMachine
+from wavepp_worker.admission.settings import AdmissionSettings
+from wavepp_worker.base.types import Instant
+from wavepp_worker.cache.outcomes import Committed, Prepared, Shortfall
+from wavepp_worker.cache.rank_cache import RankCache
+from wavepp_worker.wire.mailbox import Freed, WaveDone
+
+
+class InlineRank:
+    """One rank's AdmissionMachine on its RankCache."""
+
+    def __init__(
+        self, settings: AdmissionSettings, cache: RankCache, *, cache_is_hybrid: bool = False
+    ) -> None:
+        self.cache = cache
+        self.machine = AdmissionMachine(settings, cache_is_hybrid)
+
+    def handle(self, event: OutsideEvent, now: Instant) -> list[Outward]:
+        """Return what to send after `event`, in order.
+
+        Raises:
+            InvariantError, PeerError: the rank cannot go on; fatal for the worker.
+        """
+        return list(self.steps(event, now))
+
+    def steps(self, event: OutsideEvent, now: Instant) -> Iterator[Outward]:
+        """Yield what `handle` returns, each before the section behind it runs.
+
+        So a broadcast leaves while the leader still works on its own share of the round.  The
+        caller must exhaust the iterator before the next event.
+        """
+        due: OutsideEvent | SectionResult | None = event
+        while due is not None:
+            commands = self.machine.handle(due, now)
+            due = None
+            for command in commands:
+                if isinstance(command, Section):
+                    due = run_section(self.cache, command)
+                else:
+                    yield command
+
+    def wave_done(self, done: WaveDone) -> None:
+        """Publish what a wave of this rank has completed.  [algorithms 13]"""
+        for rid, end in done.ends:
+            self.cache.publish(rid, end)
+
+    def freed(self, freed: Freed, now: Instant) -> list[Outward]:
+        """Take a sequence's slots back; the next vote says that it is gone here."""
+        self.cache.free(freed.rid)
+        return self.handle(SequenceFreed(freed.rid), now)
+
+    def next_deadline(self) -> Instant | None:
+        """Return when `Tick` is due; None: only messages move this rank."""
+        return self.machine.next_deadline()
+
+    def stats(self) -> dict[str, float]:
+        """Return the counters and gauges of machine and cache."""
+        return self.machine.stats() | self.cache.stats()
+
+
+def run_section(cache: RankCache, section: Section) -> SectionResult:  # noqa: PLR0911
+    """Run one section to completion and return its result."""
+    match section:
+        case Learn(rid=rid, prompt_tokens=prompt_tokens, keys=keys):
+            cache.learn(rid, prompt_tokens, keys)
+        case Probe(rid=rid, cap=cap):
+            return HintProbed(cache.hint(rid, cap))
+        case AcquireLease(rid=rid, attempt=attempt, cap=cap):
+            return LeaseTaken(cache.acquire(rid, attempt, cap))
+        case TrimLease(rid=rid, cap=cap):
+            return LeaseTaken(cache.trim(rid, cap))
+        case PrepareEscrow(rid=rid, no_floor=no_floor):
+            return _escrow_result(cache.prepare(rid, no_floor=no_floor))
+        case CommitEscrow(rid=rid, endpoint=endpoint, no_floor=no_floor):
+            return _escrow_result(cache.commit(rid, endpoint, no_floor=no_floor))
+        case ReleaseAttempt(rid=rid):
+            cache.release(rid)
+        case Materialize(rid=rid, ino=ino):
+            made = cache.materialize(rid, ino)
+            return SequenceMade(made.endpoint, made.tables, made.copies)
+        case Forget(rid=rid):
+            cache.forget(rid)
+        case ReadCapacity():
+            return CapacityRead(
+                available_tokens=cache.available_tokens(),
+                generation=cache.capacity_generation,
+                total_tokens=cache.total_tokens(),
+                index_version=cache.index_version,
+            )
+        case _:
+            raise TypeError(f"not a section: {section!r}")
+    return SectionDone()
+
+
+def _escrow_result(outcome: Prepared | Committed | Shortfall) -> SectionResult:
+    match outcome:
+        case Shortfall(generation=generation):
+            return EscrowShort(generation)
+        case Prepared() | Committed():
+            return EscrowHeld()
+        case _:
+            assert_never(outcome)

@@ -1,0 +1,64 @@
+"""The numbers that an AdmissionMachine is built with.  [algorithms 1, 8, 9.5]"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from wavepp_worker.base.types import LEADER
+from wavepp_worker.config.derive import Plan
+from wavepp_worker.config.schema import Config
+
+
+class AdmissionSettings(Struct, frozen=True, kw_only=True):
+    """One rank's place in the worker, and the limits that all ranks share."""
+
+    rank: int
+    stages: int  # P
+    epoch: int
+    block_tokens: int  # B
+    headroom_tokens: int  # kappa * 2 * P * M
+    floor_fraction: float
+    floor_headroom_blocks: int
+    batch_requests_max: int = 16  # K
+    queue_requests_max: int = 1024
+    round_min_s: float = 0.000_2
+    round_active_s: float = 0.000_5
+    round_idle_s: float = 0.005
+    round_quiet_s: float = 0.05
+    auto_commit: bool = True
+    hint_refine: bool = False
+    is_strict: bool = True
+    """A failed last resort is an InvariantError; otherwise it fails that request only.  [A52]"""
+
+    @property
+    def is_leader(self) -> bool:
+        """Rank 0 leads the rounds."""
+        return self.rank == LEADER
+
+    @property
+    def is_last(self) -> bool:
+        """The last rank samples the first answer token."""
+        return self.rank == self.stages - 1
+
+
+def admission_settings(config: Config, plan: Plan, rank: int, epoch: int) -> AdmissionSettings:
+    """Return the settings of one rank."""
+    admission = config.admission
+    return AdmissionSettings(
+        rank=rank,
+        stages=len(plan.stages),
+        epoch=epoch,
+        block_tokens=plan.block_tokens,
+        headroom_tokens=plan.headroom_tokens,
+        floor_fraction=plan.floor_fraction,
+        floor_headroom_blocks=plan.floor_headroom_blocks,
+        batch_requests_max=admission.batch_requests_max,
+        queue_requests_max=admission.queue_requests_max,
+        round_min_s=admission.round_min_ms / 1e3,
+        round_active_s=admission.round_active_ms / 1e3,
+        round_idle_s=admission.round_idle_ms / 1e3,
+        round_quiet_s=admission.round_quiet_ms / 1e3,
+        auto_commit=admission.auto_commit,
+        hint_refine=admission.hint_refine,
+        is_strict=config.debug.invariants != "off",
+    )
