@@ -72,7 +72,7 @@ class Leader:
 
     # ── arrivals ─────────────────────────────────────────────────────────────────────────────
 
-    def announce(self, announce: Announce) -> None:
+    def announce(self, announce: Announce, now: Instant) -> None:
         """Take a request in, or refuse it when the worker is full."""
         rid = announce.rid
         if rid in self.requests:
@@ -91,7 +91,7 @@ class Leader:
             snapshot_points=announce.snapshot_points,
             sampling=announce.sampling,
         )
-        self._replica.prompts[rid] = announce.tokens
+        self._replica.prompts[rid] = (announce.tokens, now)
 
     def cancel(self, rid: int) -> None:
         """Note that nobody waits for this request; one that has ended already is not an error."""

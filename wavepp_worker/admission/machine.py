@@ -134,7 +134,7 @@ class AdmissionMachine:
     def _begin(self, event: OutsideEvent, now: Instant) -> Flow[None]:
         match event:
             case Announced(announce=announce):
-                self._lead().announce(announce)
+                self._lead().announce(announce, now)
             case CancelRequested(rid=rid):
                 self._lead().cancel(rid)
             case ViewRequested(number=number):

@@ -81,7 +81,8 @@ class Replica:
         emit: Callable[[Outward], None],
     ) -> None:
         self.requests: dict[int, RankRequest] = {}  # in seq order
-        self.prompts: dict[int, bytes] = {}  # rank 0: tokens until Install takes them
+        # Rank 0: tokens and arrival, until Install takes them.
+        self.prompts: dict[int, tuple[bytes, Instant]] = {}
         self.round = 0  # last one applied
         self.ino = 0  # ADMITTED decisions so far
         self.open_bcast: RoundBcast | None = None  # applied, not merged yet
@@ -339,6 +340,7 @@ class Replica:
         request.ino = self.ino
         request.answers.clear()
         self._installed_due.append(request.rid)
+        tokens, announced_at = self.prompts.pop(request.rid, (b"", Instant(0.0)))
         self._emit(
             SendInstall(
                 Install(
@@ -348,8 +350,10 @@ class Replica:
                     endpoint=endpoint,
                     tables=made.tables,
                     copies=made.copies,
-                    tokens=self.prompts.pop(request.rid, b""),
+                    tokens=tokens,
                     sampling=request.sampling,
+                    announced_at=announced_at,
+                    admitted_at=now,
                 )
             )
         )

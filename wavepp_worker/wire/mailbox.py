@@ -84,8 +84,8 @@ class Install(Struct, array_like=True, frozen=True, tag="install"):
     copies: tuple[Copy, ...] = ()
     tokens: bytes = b""  # rank 0 only: u32 little-endian, the whole prompt
     sampling: Sampling | None = None
-    announced_at: float = 0.0  # rank 0 only, with admitted_at: seconds on its host's clock
-    admitted_at: float = 0.0
+    announced_at: float = 0.0  # rank 0 only: when the announce arrived
+    admitted_at: float = 0.0  # both in seconds on this host's monotonic clock
 
 
 class Drop(Struct, array_like=True, frozen=True, tag="drop"):
