@@ -26,6 +26,7 @@ import httpx
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = 16
+PLANE_SETTINGS = ("DYN_", "ETCD_", "NATS_")
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)$")
 
 
@@ -123,7 +124,7 @@ class Deployment:
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         # TMPDIR stays short: ipc socket paths are limited to 107 bytes.
         self.env = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("DYN_")},
+            **{k: v for k, v in os.environ.items() if not k.startswith(PLANE_SETTINGS)},
             "DYN_DISCOVERY_BACKEND": "file",
             "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq",
@@ -298,9 +299,8 @@ async def pipeline(deploy: Deployment, prefill_workers: int = 1) -> AsyncIterato
     """Connect to the workers' own endpoints through Dynamo's runtime."""
     from dynamo.runtime import DistributedRuntime
 
-    os.environ.update(
-        {k: v for k, v in deploy.env.items() if k.startswith(("DYN_", "ETCD", "NATS"))}
-    )
+    before = {k: v for k, v in os.environ.items() if k.startswith(PLANE_SETTINGS)}
+    os.environ.update({k: v for k, v in deploy.env.items() if k.startswith(PLANE_SETTINGS)})
     runtime = DistributedRuntime(
         asyncio.get_running_loop(), deploy.env["DYN_DISCOVERY_BACKEND"],
         deploy.env["DYN_REQUEST_PLANE"], event_plane=deploy.env["DYN_EVENT_PLANE"],
@@ -316,6 +316,9 @@ async def pipeline(deploy: Deployment, prefill_workers: int = 1) -> AsyncIterato
         yield Pipeline(prefill, decode)
     finally:
         runtime.shutdown()
+        for key in [key for key in os.environ if key.startswith(PLANE_SETTINGS)]:
+            del os.environ[key]
+        os.environ.update(before)
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
