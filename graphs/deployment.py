@@ -35,6 +35,7 @@ ARGS, SUBSCRIPTION = "ServiceArgs", "common_configs"
 ENV_DEFAULTS = {
     "OMP_NUM_THREADS": "1",  # threads of several processes on few cores wait for one another
     "HF_HUB_OFFLINE": "1",  # models are folders; nothing is downloaded while serving
+    "DYN_LOG": "warn,engine=info,supervisor=info",  # Dynamo logs every request at info
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",  # nobody balances load over a local graph
     "DYN_PREFILL_DRAIN_TIMEOUT_S": "10",
 }

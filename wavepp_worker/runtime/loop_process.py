@@ -66,7 +66,7 @@ from wavepp_worker.wire.mailbox import (
 )
 from wavepp_worker.wire.waves import WAVES
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("wavepp_worker.runtime.loop_process")  # __name__ is __main__ here
 
 LAST_REPORT_LINGER_MS = 1000
 

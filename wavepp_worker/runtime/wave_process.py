@@ -90,7 +90,7 @@ from wavepp_worker.wire.rounds import (
     RoundVote,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("wavepp_worker.runtime.wave_process")  # __name__ is __main__ here
 
 
 class WaveProcess:
