@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from graphs.child import Child, describe_end
 from graphs.deployment import Deployment, Folders, process_plans
 from graphs.preflight import free_ports, visible_gpus
 from graphs.screen import Screen
+from wavepp_worker.runtime.folders import PrivateFolder
 
 POLL_S = 0.25
 HTTP_TIMEOUT_S = 2.0
@@ -74,11 +74,9 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
         failure: _ChildFailedError | None = None
-        with tempfile.TemporaryDirectory(
-            prefix="wavepp-graph-", ignore_cleanup_errors=True
-        ) as folder:
+        with PrivateFolder("graph") as folder:
             try:
-                self._spawn(Path(folder))
+                self._spawn(folder)
                 await self._wait_ready()
                 self._show_ready()
                 await self._watch()

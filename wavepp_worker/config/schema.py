@@ -216,6 +216,9 @@ class DecodeConfig(Section, frozen=True):
     threads: PositiveInt = 1
     block_tokens: PositiveInt = 64
     """Must equal the prefill worker's cache.block_tokens."""
+    lost_state: Literal["compute", "fail"] = "compute"
+    """When a hand-off cannot be fetched: compute the prompt here, or fail the request, which
+    Dynamo then retries on another decode worker if there is one."""
     batch: DecodeBatchConfig = field(default_factory=DecodeBatchConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     obs: ObsConfig = field(default_factory=ObsConfig)

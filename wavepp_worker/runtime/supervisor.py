@@ -18,7 +18,6 @@ import atexit
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from wavepp_worker.config.derive import ModelFacts, Plan
 from wavepp_worker.config.schema import Config
 from wavepp_worker.runtime.boot import Boot, save_boot
 from wavepp_worker.runtime.child import Child
+from wavepp_worker.runtime.folders import PrivateFolder
 from wavepp_worker.wire.mailbox import Fatal
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class RankSupervisor:
         folder = tempfile.gettempdir()
         if len(folder) > FOLDER_CHARACTERS_MAX:
             folder = "/tmp"
-        self.run_dir = tempfile.mkdtemp(prefix="wavepp-", dir=folder)  # mode 0700
+        self._folder = PrivateFolder("run", folder)
+        self.run_dir = self._folder.path
         atexit.register(self._remove_run_dir)
         self._children: list[Child] = []
         self._exits: list[Child] = []  # in order of notice, before we killed anybody
@@ -186,5 +187,5 @@ class RankSupervisor:
         self._signal_all(signal.SIGKILL)
 
     def _remove_run_dir(self) -> None:
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self._folder.remove()
         atexit.unregister(self._remove_run_dir)
