@@ -22,7 +22,7 @@ from wavepp_worker.decode.loop import Answer, DecodeLoop
 from wavepp_worker.decode.request import DecodeRequest, StopRules
 from wavepp_worker.decode.runner import ModelRunner
 from wavepp_worker.transfer.fetch import UnsettledError
-from wavepp_worker.transfer.handoff import Handoff
+from wavepp_worker.transfer.handoff import Handoff, IncompatibleError
 from wavepp_worker.wire.mailbox import Sampling, StageHandoff
 
 BOUNDS = (0, 2, 5)  # layers of the two prefill stages
@@ -98,7 +98,14 @@ class FakeReader:
 
 
 class Rig:
-    def __init__(self, folder: Path, cache_tokens: int, requests_max: int, queue_max: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cache_tokens: int,
+        requests_max: int,
+        queue_max: int,
+        computes_lost_state: bool,
+    ) -> None:
         config = DecodeConfig(
             model=ModelConfig(path=str(folder)),
             block_tokens=BLOCK_TOKENS,
@@ -111,7 +118,12 @@ class Rig:
         self.batcher = Batcher(
             self.runner.blocks, BLOCK_TOKENS, requests_max, queue_max, chunk_tokens=32
         )
-        self.loop = DecodeLoop(self.runner, self.reader, self.batcher)  # type: ignore[arg-type]
+        self.loop = DecodeLoop(
+            self.runner,
+            self.reader,  # type: ignore[arg-type]
+            self.batcher,
+            computes_lost_state=computes_lost_state,
+        )
 
     def ask(self, prompt: Sequence[int], tokens_max: int, **changes: Any) -> DecodeRequest:
         fields: dict[str, Any] = {
@@ -133,9 +145,14 @@ class Rig:
 
 @asynccontextmanager
 async def make_rig(
-    folder: Path, *, cache_tokens: int = 1024, requests_max: int = 8, queue_max: int = 32
+    folder: Path,
+    *,
+    cache_tokens: int = 1024,
+    requests_max: int = 8,
+    queue_max: int = 32,
+    computes_lost_state: bool = True,
 ) -> AsyncIterator[Rig]:
-    rig = Rig(folder, cache_tokens, requests_max, queue_max)
+    rig = Rig(folder, cache_tokens, requests_max, queue_max, computes_lost_state)
     rig.loop.start()
     try:
         yield rig
@@ -281,8 +298,29 @@ async def test_a_cancelled_answer_frees_its_blocks(folder: Path, moment: str) ->
         assert rig.prefill.declined == (["hold-1"] if moment == "waiting" else [])
 
 
-async def test_a_failed_hand_off_fails_one_answer(folder: Path) -> None:
+async def test_a_lost_hand_off_is_computed_here(folder: Path, oracle: Oracle) -> None:
+    prompts = [make_prompt(seed, length) for seed, length in enumerate((1, 16, 93))]
     async with make_rig(folder) as rig:
+        rig.reader.error = TransferError("the exporter is gone")
+        answers = [rig.loop.submit(rig.ask(prompt, 12)) for prompt in prompts]
+        results = await asyncio.gather(*(collect(answer) for answer in answers))
+        assert rig.loop.lost_count == len(prompts)
+        await rig.wait_until_idle()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result == (oracle.greedy(prompt, 12), "length")
+
+
+async def test_a_foreign_hand_off_is_an_error_not_work(folder: Path) -> None:
+    async with make_rig(folder) as rig:
+        rig.reader.error = IncompatibleError("other weights")
+        with pytest.raises(IncompatibleError, match="other weights"):
+            await collect(rig.loop.submit(rig.ask(make_prompt(1, 20), 5)))
+        assert rig.loop.lost_count == 0
+        await rig.wait_until_idle()
+
+
+async def test_a_failed_hand_off_can_fail_one_answer(folder: Path) -> None:
+    async with make_rig(folder, computes_lost_state=False) as rig:
         rig.reader.error = TransferError("the exporter is gone")
         answer = rig.loop.submit(rig.ask(make_prompt(1, 20), 5))
         with pytest.raises(TransferError, match="exporter is gone"):
