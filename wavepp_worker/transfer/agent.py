@@ -1,0 +1,167 @@
+"""One NIXL agent and the one pool that it registers; used by the hold desk and by the reader.
+
+Rules that the rest of the package relies on:
+
+* An agent's name is never used twice, so a restarted process is never mistaken for its
+  predecessor, whose registrations are void.
+* A pool is registered once, in one piece, and stays mapped while the agent lives: a peer may read
+  it at any time, and a read of unmapped memory kills the exporting process.
+* Metadata travels with a checksum: NIXL forgets how to reach a peer whose metadata arrived cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import uuid
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from wavepp_worker.base.errors import ConfigError, TransferError
+from wavepp_worker.transfer.desk_wire import Opened
+
+logger = logging.getLogger(__name__)
+
+LOCAL_SIDE = "NIXL_INIT_AGENT"
+
+
+class BlockPool(Protocol):
+    """What a transfer needs of a block store: one contiguous, block-major tensor."""
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """[blocks, layers, 2, kv_heads, block_tokens, head_dim], contiguous."""
+
+    @property
+    def base_address(self) -> int:
+        """Address of block 0."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes from one block to the next; a block is contiguous."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+
+
+def load_nixl() -> Any:
+    """Import NIXL's Python API, whichever CUDA flavour of the wheel is installed.
+
+    Raises:
+        ConfigError: none is installed.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at its import; else INFO, to stdout
+    major = (torch.version.cuda or "13").split(".")[0]
+    names = dict.fromkeys((f"nixl_cu{major}", "nixl_cu13", "nixl_cu12"))
+    for name in names:
+        try:
+            return importlib.import_module(f"{name}._api")
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+    raise ConfigError("NIXL is not installed: install nixl-cu13 or nixl-cu12")
+
+
+class TransferAgent:
+    """A NIXL agent with one registered pool.  Threads may share it; calls are serialized by NIXL.
+
+    Raises:
+        ConfigError: NIXL or the backend cannot be used on this machine.
+    """
+
+    def __init__(self, role: str, backend: str, store: BlockPool) -> None:
+        if not store.pool.is_contiguous():
+            raise ConfigError("the block pool must be contiguous to be registered")
+        api = load_nixl()
+        self.name = f"wavepp-{role}-{uuid.uuid4().hex}"
+        device = store.pool.device
+        self.memory = "VRAM" if device.type == "cuda" else "DRAM"
+        self.device = (device.index or 0) if device.type == "cuda" else 0
+        if device.type == "cuda":
+            torch.zeros(1, device=device)  # the CUDA context must exist before the agent
+        config = api.nixl_agent_config(
+            backends=[backend], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        self._nixl = api.nixl_agent(self.name, config)
+        if backend not in self._nixl.backends:
+            raise ConfigError(f"transfer.backend {backend!r} is not available in this NIXL")
+        self._store = store  # keeps the pool mapped
+        self._registered = self._nixl.register_memory(store.pool)
+        self.metadata: bytes = self._nixl.get_agent_metadata()
+        self.metadata_digest = digest(self.metadata)
+
+    def add_peer(self, name: str, metadata: bytes, expected_digest: bytes) -> None:
+        """Load a peer's metadata.
+
+        Raises:
+            TransferError: the metadata is damaged, or names another agent.
+        """
+        if digest(metadata) != expected_digest:
+            raise TransferError("the exporter's metadata arrived damaged")
+        loaded = self._nixl.add_remote_agent(metadata)
+        loaded_name = loaded.decode() if isinstance(loaded, bytes) else loaded
+        if loaded_name != name:
+            self.forget_peer(loaded_name)
+            raise TransferError(f"metadata of agent {loaded_name}, expected {name}")
+
+    def forget_peer(self, name: str) -> None:
+        """Drop what is known of a peer; transfers with it become invalid.  Idempotent."""
+        try:
+            self._nixl.remove_remote_agent(name)
+        except Exception as error:  # NIXL's errors share no base class
+            logger.debug("peer was not known agent=%s error=%s", name, error)
+
+    def local_rows(self, offset_bytes: int, length_bytes: int) -> Any:
+        """Prepare `length_bytes` at `offset_bytes` of every own block; index = block."""
+        store = self._store
+        blocks = store.pool.shape[0]
+        row = (
+            store.base_address + offset_bytes,
+            length_bytes,
+            self.device,
+            store.block_bytes,
+            blocks,
+        )
+        return self._nixl.prep_xfer_dlist(LOCAL_SIDE, np.array([row], np.uint64), self.memory)
+
+    def peer_rows(self, opened: Opened) -> Any:
+        """Prepare every whole block of a peer's pool; index = block."""
+        size = opened.block_bytes
+        row = (opened.pool_base, size, opened.device, size, opened.pool_blocks)
+        return self._nixl.prep_xfer_dlist(opened.agent, np.array([row], np.uint64), opened.memory)
+
+    def make_read(self, local: Any, local_blocks: Any, remote: Any, remote_blocks: Any) -> Any:
+        """Make a READ of `remote_blocks` into `local_blocks`: int32 arrays of equal length."""
+        return self._nixl.make_prepped_xfer("READ", local, local_blocks, remote, remote_blocks)
+
+    def post(self, transfer: Any) -> bool:
+        """Start a transfer; may copy inside the call.  True if it is done."""
+        return self._is_done(self._nixl.transfer(transfer))
+
+    def is_done(self, transfer: Any) -> bool:
+        """Return whether a posted transfer is done; raises if the peer is gone."""
+        return self._is_done(self._nixl.check_xfer_state(transfer))
+
+    def close(self) -> None:
+        """End the agent, and only then let go of the pool.  Idempotent."""
+        if self._nixl is None:
+            return
+        self._nixl.deregister_memory(self._registered)
+        self._nixl = None
+        self._registered = None
+
+    @staticmethod
+    def _is_done(state: str) -> bool:
+        if state == "ERR":
+            raise TransferError("NIXL reports a failed transfer")
+        return state == "DONE"
+
+
+def digest(metadata: bytes) -> bytes:
+    """Return the checksum that travels with metadata."""
+    return hashlib.sha256(metadata).digest()
