@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from tests.integration.deployment import (
     Deployment,
     decode_config,
     deployment,
+    free_port,
     pipeline,
     scrape,
     wait_until,
@@ -74,8 +74,10 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         path = deploy.folder / "prefill-settings.json"
         path.write_text(json.dumps(settings))
         deploy.start("prefill", "tests.integration.scripted_prefill", str(path))
-        config = decode_config(model, batch={"cache_tokens": 1024, "requests_max": 4})
-        ports = [free_system_port(), free_system_port()]
+        config = decode_config(
+            model, batch={"cache_tokens": 1024, "requests_max": 4}, lost_state="fail"
+        )
+        ports = [free_port(), free_port()]
         for name, port in zip(("decode", "decode2"), ports, strict=True):
             deploy.decode(config, name, DYN_SYSTEM_PORT=str(port))
         url = deploy.frontend("--migration-limit", "2")
@@ -83,19 +85,6 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         served = Served(url, deploy, ports)
         wait_until(lambda: all(is_serving(port) for port in ports), 60, "both decode workers")
         yield served
-
-
-def free_system_port() -> int:
-    """Return a port that was free a moment ago; Dynamo reads DYN_SYSTEM_PORT as an i16."""
-    chance = random.SystemRandom()
-    while True:
-        port = chance.randrange(20_000, 32_768)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def is_serving(port: int) -> bool:
