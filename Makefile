@@ -1,5 +1,6 @@
 # make serve    install what is missing, prepare the demo model, start a graph you can chat with
-# make test     install what is missing, run the tests
+# make test     install what is missing, run the tests (ARGS="..." for pytest)
+# make slow     the tests that need the demo model or minutes
 # make check    lint, types, layers
 # make clean    remove the virtual environment (the model in the cache stays)
 
@@ -19,7 +20,7 @@ export UV_SYSTEM_CERTS ?= $(if $(wildcard /etc/ssl/certs/ca-certificates.crt),tr
 # The locks are complete, so nothing is resolved.  uv is the fast way, pip the sure one.
 INSTALL := $(SHELL) -c '$(PY) -m uv pip install -q --python $(PY) --no-deps "$$@" || $(PIP) install -q --no-deps "$$@"' install
 
-.PHONY: serve test check schema services clean
+.PHONY: serve test slow check schema services clean
 
 serve: $(VENV)/.run $(MODEL)/model.safetensors
 	@$(VENV)/bin/dynamo serve graphs.disagg -f configs/smollm2-cpu.yaml \
@@ -27,6 +28,9 @@ serve: $(VENV)/.run $(MODEL)/model.safetensors
 
 test: $(VENV)/.test $(MODEL)/model.safetensors services
 	@WAVEPP_MODEL="$(MODEL)" $(PY) -m pytest $(ARGS)
+
+slow: $(VENV)/.test $(MODEL)/model.safetensors
+	@WAVEPP_MODEL="$(MODEL)" $(PY) -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.test
 	@$(PY) -m ruff check .

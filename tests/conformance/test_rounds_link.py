@@ -16,7 +16,7 @@ from wavepp_worker.base.errors import InvariantError, PeerError
 from wavepp_worker.runtime.membership import Membership
 from wavepp_worker.transport.rounds_base import RoundsLink
 from wavepp_worker.transport.rounds_dynamo import DynamoRounds
-from wavepp_worker.transport.rounds_local import local_star
+from wavepp_worker.transport.rounds_local import LocalRounds, local_star
 from wavepp_worker.transport.rounds_zmq import ZmqFollowerRounds, ZmqLeaderRounds
 
 DEADLINE_S = 10.0
@@ -79,7 +79,11 @@ def make_star(
 
 
 def close_all(links: list[RoundsLink]) -> None:
-    """Close the ends together, as the processes of a worker do."""
+    """Close the ends together, as the processes of a worker do; a local star has one thread."""
+    if isinstance(links[0], LocalRounds):
+        for link in links:
+            link.close()
+        return
     threads = [threading.Thread(target=link.close) for link in links[1:]]
     for thread in threads:
         thread.start()

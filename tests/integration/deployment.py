@@ -24,9 +24,10 @@ from typing import Any
 
 import httpx
 
+from tests.conftest import PLANE_SETTINGS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = 16
-PLANE_SETTINGS = ("DYN_", "ETCD_", "NATS_")
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)$")
 
 
@@ -299,7 +300,6 @@ async def pipeline(deploy: Deployment, prefill_workers: int = 1) -> AsyncIterato
     """Connect to the workers' own endpoints through Dynamo's runtime."""
     from dynamo.runtime import DistributedRuntime
 
-    before = {k: v for k, v in os.environ.items() if k.startswith(PLANE_SETTINGS)}
     os.environ.update({k: v for k, v in deploy.env.items() if k.startswith(PLANE_SETTINGS)})
     runtime = DistributedRuntime(
         asyncio.get_running_loop(), deploy.env["DYN_DISCOVERY_BACKEND"],
@@ -316,9 +316,6 @@ async def pipeline(deploy: Deployment, prefill_workers: int = 1) -> AsyncIterato
         yield Pipeline(prefill, decode)
     finally:
         runtime.shutdown()
-        for key in [key for key in os.environ if key.startswith(PLANE_SETTINGS)]:
-            del os.environ[key]
-        os.environ.update(before)
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.integration.deployment import (
     prefill_config,
 )
 from tests.integration.test_greedy import reference
+from tools.fetch_model import default_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.dynamo, pytest.mark.nixl, pytest.mark.timeout(900)]
 
@@ -42,7 +44,7 @@ LONG = tuple(
 @pytest.fixture(scope="module")
 def demo_model() -> Path:
     """Return the demo model's folder, prepared as `make serve` does."""
-    folder = Path.home() / ".cache/wavepp/smollm2-135m-instruct"
+    folder = Path(os.environ.get("WAVEPP_MODEL") or default_folder())
     subprocess.run(
         [sys.executable, str(REPOSITORY / "tools/fetch_model.py"), str(folder)], check=True
     )
