@@ -39,7 +39,7 @@ def add_bench(commands: Any) -> None:
         help="dummy: random weights, only config.json is read")  # fmt: skip
     add("--stages", type=int, default=2, help="default: %(default)s")
     add("--prompt-tokens", type=int, default=64, help="default: %(default)s")
-    add("--requests", type=int, default=50, help="default: %(default)s")
+    add("--requests", type=int, default=100, help="default: %(default)s")
     add("--threads", type=int, default=1, help="CPU threads of each side; default: %(default)s")
     add("--json", metavar="FILE", help="also write the figures here")
     idle.set_defaults(run=_idle)

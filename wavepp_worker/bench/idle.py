@@ -47,6 +47,8 @@ START_TIMEOUT_S = 300.0
 WARM_UP_REQUESTS = 5
 CACHE_PROMPTS = 64  # the pools hold this many prompts; older ones are evicted, none is reused
 
+# Between stages and one piece, relative to the largest element: rounding of the type.
+STATE_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 PARTS = ("hash", "announce", "rounds", "plan", "execution", "reply", "read")
 
 
@@ -57,7 +59,7 @@ class IdleOptions(Struct, frozen=True, kw_only=True):
     load_format: str = "safetensors"
     stages: int = 2
     prompt_tokens: int = 64
-    requests: int = 50
+    requests: int = 100
     block_tokens: int = 16
     threads: int = 1  # CPU threads of every stage, and of the model in one piece
     seed: int = 0
@@ -178,7 +180,7 @@ class _Bench:
         self._blocks = tuple(range(ceil_div(options.prompt_tokens, options.block_tokens)))
 
     async def one_request(self) -> None:
-        """Serve one fresh prompt both ways; the first answer tokens must agree."""
+        """Serve one fresh prompt both ways; first answer tokens and caches must agree."""
         tokens = [
             self._draw.randrange(self._limits.vocab) for _ in range(self._options.prompt_tokens)
         ]
@@ -192,6 +194,7 @@ class _Bench:
         )  # fmt: skip
         ((_, expected, _),) = self._runner.step([chunk], {})
         one_process_s = time.perf_counter() - started
+        expected_state = self._take_state()
 
         # On its own, because the leader may have the announce before `submit` returns.
         started = time.perf_counter()
@@ -208,6 +211,9 @@ class _Bench:
         await self._reader.fetch(handoff, self._blocks, lambda: True)
         fetched = time.monotonic()
 
+        difference = float((self._take_state() - expected_state).abs().max())
+        limit = STATE_TOLERANCE[self._runner.facts.dtype] * float(expected_state.abs().max())
+        check(difference <= limit, "the handed state differs", difference=difference, limit=limit)
         check(finished.token == expected, "stages and one piece differ", token=finished.token)
         check(finished.endpoint == 0, "the prompt was not cold", endpoint=finished.endpoint)
         line = finished.timeline
@@ -221,6 +227,14 @@ class _Bench:
             "read": fetched - replied,
         }
         self.samples.append((one_process_s, parts))
+
+    def _take_state(self) -> torch.Tensor:
+        """Return the prompt's state, f32 [layers, 2, heads, tokens, dim], and clear it."""
+        pool = self._runner.store.pool
+        blocks = list(self._blocks)
+        state = pool[blocks].float().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        pool[blocks] = 0
+        return state[:, :, :, : self._options.prompt_tokens]
 
     def report(self) -> IdleReport:
         """Return the distributions of all samples."""
@@ -243,7 +257,7 @@ def machine_facts() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda_devices": torch.cuda.device_count(),
         "load_average": os.getloadavg()[0],
     }

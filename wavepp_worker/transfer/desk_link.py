@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 
 import zmq
 
@@ -10,6 +12,8 @@ from wavepp_worker.base.errors import PeerError, TransferError
 from wavepp_worker.transfer.desk_wire import FROM_DESK, TO_DESK, DeskReply, DeskRequest
 
 LINGER_MS = 2000  # lets a last Close leave, also on a busy machine
+IDLE_PER_DESK_MAX = 8
+DESKS_MAX = 256
 
 
 class DeskLink:
@@ -62,3 +66,44 @@ class DeskLink:
     def close(self) -> None:
         """Close the socket.  Idempotent."""
         self._socket.close()
+
+
+class LinkPool:
+    """Idle links by desk, so that a fetch need not connect first.  Shared by threads."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[str, list[DeskLink]] = OrderedDict()
+
+    def take(self, address: str) -> DeskLink:
+        """Return a link for the caller alone; `give` it back, or close it.
+
+        Raises:
+            TransferError: the address cannot be connected to.
+        """
+        with self._lock:
+            links = self._idle.get(address)
+            if links:
+                return links.pop()
+        return DeskLink(self._context, address)
+
+    def give(self, link: DeskLink) -> None:
+        """Take back a link whose questions were all answered."""
+        surplus: list[DeskLink] = []
+        with self._lock:
+            links = self._idle.setdefault(link.address, [])
+            self._idle.move_to_end(link.address)
+            (links if len(links) < IDLE_PER_DESK_MAX else surplus).append(link)
+            if len(self._idle) > DESKS_MAX:
+                surplus += self._idle.popitem(last=False)[1]
+        for unused in surplus:
+            unused.close()
+
+    def close(self) -> None:
+        """Close every idle link.  Idempotent."""
+        with self._lock:
+            links = [link for links in self._idle.values() for link in links]
+            self._idle.clear()
+        for link in links:
+            link.close()

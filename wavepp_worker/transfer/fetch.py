@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import zmq
 
 from wavepp_worker.base.errors import TransferError
 from wavepp_worker.base.units import ceil_div
 from wavepp_worker.transfer.agent import TransferAgent
-from wavepp_worker.transfer.desk_link import DeskLink
+from wavepp_worker.transfer.desk_link import LinkPool
 from wavepp_worker.transfer.desk_wire import (
     DESK_VERSION,
     Close,
@@ -61,7 +60,7 @@ class LocalSide:
     """What every fetch of one decode worker shares."""
 
     agent: TransferAgent
-    context: zmq.Context[zmq.Socket[bytes]]
+    links: LinkPool
     peers: Peers
     layers: int
     layer_bytes: int
@@ -142,7 +141,8 @@ class StageRead:
     def __init__(self, local: LocalSide, stage: StageHandoff) -> None:
         self._local = local
         self._stage = stage
-        self._link = DeskLink(local.context, stage.control_address)
+        self._link = local.links.take(stage.control_address)
+        self._is_link_sound = False  # all its questions were answered
         self._ticket = secrets.token_urlsafe(24)
         self._ask = 0
         self._agent = ""
@@ -223,6 +223,7 @@ class StageRead:
     def confirm(self) -> None:
         """Wait for the desk's word that the slots were held during the whole read."""
         self._expect_held(self._ask)
+        self._is_link_sound = True
 
     def release(self) -> None:
         """Let go of NIXL's handles; afterwards nothing is written to the local blocks.
@@ -240,7 +241,10 @@ class StageRead:
                 self._send_close()
             except TransferError as error:  # the hold ends at its deadline
                 logger.debug("could not close a hold: %s", error)
-        self._link.close()
+        if self._is_link_sound:
+            self._local.links.give(self._link)
+        else:
+            self._link.close()
 
     def _release_last(self) -> None:
         give_up_at = time.monotonic() + RELEASE_S

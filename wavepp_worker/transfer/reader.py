@@ -20,7 +20,7 @@ from wavepp_worker.base.errors import TransferError, check
 from wavepp_worker.base.units import ceil_div
 from wavepp_worker.config.schema import TransferConfig
 from wavepp_worker.transfer.agent import BlockPool, TransferAgent
-from wavepp_worker.transfer.desk_link import DeskLink
+from wavepp_worker.transfer.desk_link import DeskLink, LinkPool
 from wavepp_worker.transfer.desk_wire import Decline, Opened
 from wavepp_worker.transfer.fetch import Fetch, LocalSide
 from wavepp_worker.transfer.handoff import Handoff
@@ -61,9 +61,10 @@ class StateReader:
         agent = TransferAgent("decode", config.backend, store)
         self._agent = agent
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links = LinkPool(self._context)
         self._local = LocalSide(
             agent=agent,
-            context=self._context,
+            links=self._links,
             peers=PeerBook(agent),
             layers=layers,
             layer_bytes=store.layer_bytes,
@@ -124,6 +125,7 @@ class StateReader:
         """Wait for fetches under way (they have deadlines), then end the agent.  Idempotent."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._agent.close()
+        self._links.close()
         self._context.term()
 
     def _decline(self, handoff: Handoff) -> None:
