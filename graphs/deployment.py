@@ -30,6 +30,8 @@ from wavepp_worker.config.schema import DynamoConfig
 
 COMMON, DYNAMO = "Common", "Dynamo"
 ARGS, SUBSCRIPTION = "ServiceArgs", "common_configs"
+SYSTEM_PORT = "DYN_SYSTEM_PORT"  # Dynamo's variable: /health, /metrics, /engine/control
+SYSTEM_PORT_MAX = (1 << 15) - 1  # Dynamo reads it as a 16-bit signed number
 
 # Set unless the user's environment says otherwise.
 ENV_DEFAULTS = {
@@ -228,8 +230,10 @@ def process_plans(
             deployment.settings[component.name], f"{folders.config}/{component.name}.json"
         )
         for number in range(1, args.workers + 1):
-            port = 0 if component.is_frontend else next(system_ports)
-            env = {**shared, "DYN_SYSTEM_PORT": str(port or -1)}
+            port = _chosen_port(component.name, args, number)
+            if not (port or component.is_frontend):
+                port = next(system_ports)
+            env = dict(shared)
             if args.resources.gpu and gpus is not None:
                 mine, free = free[: args.resources.gpu], free[args.resources.gpu :]
                 if len(mine) < args.resources.gpu:
@@ -243,11 +247,25 @@ def process_plans(
                     name=f"{component.name}-{number}" if args.workers > 1 else component.name,
                     component=component,
                     command=(sys.executable, "-m", component.module, *arguments),
-                    env={**env, **args.envs},
+                    env={**env, **args.envs, SYSTEM_PORT: str(port or -1)},
                     system_port=port,
                 )
             )
     return plans
+
+
+def _chosen_port(name: str, args: ServiceArgs, number: int) -> int:
+    """Return the user's port for health and metrics, counted up from worker to worker; 0: none."""
+    text = args.envs.get(SYSTEM_PORT, "")
+    if not text:
+        return 0
+    port = int(text) + number - 1 if text.isdecimal() else 0
+    if not 0 < port <= SYSTEM_PORT_MAX:
+        raise ConfigError(
+            f"{name}.{ARGS}.envs.{SYSTEM_PORT} ({text}): process {number} needs a port "
+            f"from 1 to {SYSTEM_PORT_MAX}"
+        )
+    return port
 
 
 def _shared_env(

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from graphs.graph import Component, ServiceArgs, Settings
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import derive
 from wavepp_worker.config.schema import Config, DecodeConfig, FrontendConfig, ModelConfig
-from wavepp_worker.model.spec import read_facts
+from wavepp_worker.model.spec import model_folder, read_facts
 
 
 def served_name(chosen: str, model: ModelConfig) -> str:
@@ -40,12 +42,30 @@ def check_prefill(settings: Config) -> None:
     """Refuse a model folder that cannot be used, or a model that cannot be cut as configured."""
     model = settings.model
     derive(settings, read_facts(model.path, model.dtype, model.load_format, seed=model.seed))
+    check_tokenizer(model)
 
 
 def check_decode(settings: DecodeConfig) -> None:
     """Refuse a model folder that cannot be used."""
     model = settings.model
     read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
+    check_tokenizer(model)
+
+
+def check_tokenizer(model: ModelConfig) -> None:
+    """Refuse a folder without a tokenizer: Dynamo's frontend would ask for it again and again."""
+    folder = model_folder(model.path)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if any(folder.glob("*.tiktoken")) or (folder / "tiktoken.model").exists():
+            return
+        raise ConfigError(f"{path}: not found; Dynamo's frontend needs the model's tokenizer")
+    try:
+        msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: not a JSON object: {error}") from error
 
 
 PrefillWorker = Component(

@@ -93,10 +93,6 @@ class Quorum:
         """Return whether any window holds `key`."""
         return key in self._holders
 
-    def is_published(self, key: bytes) -> bool:
-        """Return whether the router was told of `key`."""
-        return key in self._published
-
     def published(self) -> Iterator[Stored]:
         """Iterate over the published blocks, parents first."""
         for key in self._published:

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.base.types import RequestId, Tokens
-from wavepp_worker.base.units import ceil_div
 from wavepp_worker.cache import escrow as escrows
 from wavepp_worker.cache import lease as leases
 from wavepp_worker.cache import sequence as sequences
@@ -267,11 +266,6 @@ class RankCache:
     def total_tokens(self) -> int:
         """Tokens that the smallest dense window holds."""
         return self._block_tokens * min(pool.total_count for pool in self._pools)
-
-    def fits(self, prompt_tokens: int) -> bool:
-        """Whether an empty cache could serve the prompt: its hard demand at endpoint 0."""
-        need = ceil_div(prompt_tokens, self._block_tokens)
-        return all(need <= pool.total_count for pool in self._pools)
 
     def evict(self, window: int, count: int) -> int:
         """Empty up to `count` unused cached blocks of a window; return how many went."""

@@ -59,6 +59,10 @@ def derive(config: Config, facts: ModelFacts) -> Plan:
         ConfigError: the model cannot be cut or cached as configured; names the config path.
     """
     stages = config.cluster.stages
+    if stages > facts.layers:
+        raise ConfigError(
+            f"cluster.stages ({stages}): the model's {facts.layers} layers cannot be cut so often"
+        )
     counts = config.model.stage_layers or balanced_layers(facts.layers, stages)
     if sum(counts) != facts.layers or min(counts) < 1:
         raise ConfigError(

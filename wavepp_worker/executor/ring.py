@@ -1,4 +1,4 @@
-"""The ring of R = 2P waves that are emitted and not retired; rank 0 only.  [algorithms 12.1]"""
+"""The ring of R = 2P waves that are emitted and not retired; rank 0 only.  [P-WAVE]"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import assert_never
 
 import zmq
 
-from wavepp_worker.base.errors import PeerError
+from wavepp_worker.base.errors import ConfigError, PeerError
 from wavepp_worker.base.types import LEADER, Epoch, Instant, Rank
 from wavepp_worker.executor.commands import (
     DropHold,
@@ -269,8 +269,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run_loop(boot, rank, sockets)
     except Exception as error:  # the process's top: record, tell serving, end
-        logger.exception("fatal rank=%d", rank)
         text = f"stage {rank}: {describe(error)}"
+        if isinstance(error, ConfigError):
+            logger.error("fatal rank=%d: %s", rank, text)
+        else:
+            logger.exception("fatal rank=%d", rank)
         sockets.report(Fatal(rank=rank, role="loop", text=text))
         status = 1
     sockets.close()

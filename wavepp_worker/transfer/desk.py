@@ -140,10 +140,6 @@ class HoldDesk:
         """Return when `poll` must be called at the latest; None without holds."""
         return self._holds.next_deadline()
 
-    def is_quiescent(self) -> bool:
-        """Return whether no hold is left."""
-        return len(self._holds) == 0
-
     def stats(self, now: float) -> dict[str, float]:
         """Return gauges and counters by their metric names."""
         counts = self._holds.counts

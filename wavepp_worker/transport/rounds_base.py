@@ -1,4 +1,4 @@
-"""The port of the rounds plane: a star of bounded FIFOs between the ranks of one worker.
+"""The port of the rounds plane: a star of bounded FIFOs between one worker's ranks.  [P-ROUNDS]
 
 The leader (rank 0) reaches every rank; a follower reaches only the leader.  A link moves bytes:
 what they mean is `wire.rounds`, when they are sent is `admission`.  Three adapters pass one

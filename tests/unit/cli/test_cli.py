@@ -10,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from tests.numerics.tiny import make_tiny_model
 from wavepp_worker import __version__
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.cli import dynamo_main, main, split_overrides
@@ -99,6 +100,23 @@ def test_nothing_starts_without_a_model_folder_or_with_a_taken_port(
         )  # fmt: skip
     assert "Frontend.port: cannot listen on" in lines
     assert re.search(rf"PrefillWorker: .*{tmp_path / 'none'}", lines)
+
+
+@pytest.mark.parametrize(("text", "why"), [(None, "not found"), ('{"a"', "not a JSON object")])
+def test_nothing_starts_without_a_whole_tokenizer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, why: str
+) -> None:
+    make_tiny_model(tmp_path)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.unlink() if text is None else tokenizer.write_text(text)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = refused(
+        capsys, "serve", "graphs.disagg", "-f", DEMO, "--port", str(port),
+        "--set", f"Common.model.path={tmp_path}",
+    )  # fmt: skip
+    assert f"PrefillWorker: {tokenizer}: {why}" in lines
+    assert f"DecodeWorker: {tokenizer}: {why}" in lines
 
 
 def test_services_that_do_not_answer_are_named(capsys: pytest.CaptureFixture[str]) -> None:

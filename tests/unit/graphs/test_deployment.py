@@ -153,6 +153,20 @@ def test_the_users_environment_beats_defaults_and_envs_beat_all() -> None:
     assert decode.env["DYN_NAMESPACE"] == "dynamo"
 
 
+def test_the_users_metrics_port_is_asked_for_health_and_counted_up() -> None:
+    found = plans(with_args("PrefillWorker", "{workers: 2, envs: {DYN_SYSTEM_PORT: 9100}}"))
+    mine = [plan for plan in found if plan.component.name == "PrefillWorker"]
+    assert [plan.system_port for plan in mine] == [9100, 9101]
+    assert [plan.env["DYN_SYSTEM_PORT"] for plan in mine] == ["9100", "9101"]
+
+
+@pytest.mark.parametrize("port", ["32768", "0", "off"])
+def test_a_metrics_port_that_dynamo_cannot_use_is_refused(port: str) -> None:
+    text = with_args("PrefillWorker", f"{{envs: {{DYN_SYSTEM_PORT: '{port}'}}}}")
+    with pytest.raises(ConfigError, match=r"ServiceArgs\.envs\.DYN_SYSTEM_PORT"):
+        plans(text)
+
+
 def test_gpus_are_distinct_and_never_promised_twice() -> None:
     text = with_args("PrefillWorker", "{workers: 2, resources: {gpu: '2'}}")
     visible = [plan.env.get("CUDA_VISIBLE_DEVICES") for plan in plans(text, gpus=list("01234"))]

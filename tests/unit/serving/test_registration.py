@@ -74,7 +74,7 @@ async def test_arguments(tmp_path: Path) -> None:
     engine, worker = await WavePPEngine.from_args([*arguments, "cluster.stages=4"])
     assert isinstance(engine, WavePPEngine)
     assert worker.model_name == str(tmp_path)
-    with pytest.raises(ConfigError, match="stage_layers"):
+    with pytest.raises(ConfigError, match=r"cluster.stages \(5\)"):
         await WavePPEngine.from_args([*arguments, "cluster.stages=5"])  # the model has 4 layers
     with pytest.raises(ConfigError, match="no such folder"):
         await WavePPEngine.from_args([*arguments, "model.path=/nowhere/at/all"])
