@@ -263,15 +263,21 @@ class Pipeline:
 
     async def prefill(self, tokens: list[int], worker: int = 0, **extra: Any) -> dict[str, Any]:
         """Return the prefill worker's terminal chunk."""
+        chunks = await self.prefill_chunks(tokens, worker, **extra)
+        assert len(chunks) == 1, chunks
+        return chunks[0]
+
+    async def prefill_chunks(
+        self, tokens: list[int], worker: int = 0, context: Any = None, **extra: Any
+    ) -> list[dict[str, Any]]:
+        """Return the whole stream; it can be empty if `context` was stopped."""
         ids = sorted(self._prefill.instance_ids())
-        chunks = [
-            chunk
+        return [
+            dict(chunk)
             async for chunk in await self._prefill.direct(
-                self.request(tokens, 1, **extra), ids[worker], annotated=False
+                self.request(tokens, 1, **extra), ids[worker], annotated=False, context=context
             )
         ]
-        assert len(chunks) == 1, chunks
-        return dict(chunks[0])
 
     async def decode(
         self, tokens: list[int], result: dict[str, Any], max_tokens: int, **extra: Any
