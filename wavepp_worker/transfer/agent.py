@@ -27,6 +27,9 @@ from wavepp_worker.transfer.desk_wire import Opened
 logger = logging.getLogger(__name__)
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
+# How long NIXL's progress thread may wait for traffic.  Its Python API fixes 0, which spins: three
+# spinning threads on two cores took a 512 KiB read over tcp from 0.45 ms to 16 ms (median).
+PROGRESS_WAIT_US = 100
 
 
 class BlockPool(Protocol):
@@ -87,7 +90,7 @@ class TransferAgent:
         config = api.nixl_agent_config(
             backends=[backend], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        self._nixl = api.nixl_agent(self.name, config)
+        self._nixl = _make_patient_agent(api, self.name, config)
         if backend not in self._nixl.backends:
             raise ConfigError(f"transfer.backend {backend!r} is not available in this NIXL")
         self._store = store  # keeps the pool mapped
@@ -160,6 +163,22 @@ class TransferAgent:
         if state == "ERR":
             raise TransferError("NIXL reports a failed transfer")
         return state == "DONE"
+
+
+def _make_patient_agent(api: Any, name: str, config: Any) -> Any:
+    """Return an agent whose progress thread waits for traffic instead of spinning."""
+    bindings = api.nixlBind
+    plain = bindings.nixlAgentConfig
+
+    class PatientConfig(plain):  # type: ignore[misc, valid-type]  # the API sets the field
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, PROGRESS_WAIT_US if key == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = PatientConfig
+    try:
+        return api.nixl_agent(name, config)
+    finally:
+        bindings.nixlAgentConfig = plain
 
 
 def digest(metadata: bytes) -> bytes:
