@@ -240,8 +240,10 @@ class _Bench:
         """Return the distributions of all samples."""
         alone = [one_process_s for one_process_s, _ in self.samples]
         path = [sum(parts.values()) for _, parts in self.samples]
+        # The folder's name says which model; where it lies is nobody's business.
+        named = structs.replace(self._options, model=Path(self._options.model).name)
         return IdleReport(
-            options=self._options,
+            options=named,
             machine=machine_facts(),
             one_process=_spread(alone),
             path=_spread(path),
