@@ -73,6 +73,16 @@ async def ask(client: httpx.AsyncClient, url: str, tokens: list[int], max_tokens
     return (await client.post(f"{url}/v1/completions", json=body, timeout=90)).status_code
 
 
+async def until_busy(client: httpx.AsyncClient, port: int) -> None:
+    """Wait until a worker's stages have requests; each question waits for its answer."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        reply = await client.post(f"http://127.0.0.1:{port}/engine/control/cache_view", json={})
+        if any(rank["sequences"] for rank in reply.json()["ranks"]):
+            return
+    raise AssertionError("no request reached the stages within 20 s")
+
+
 def random_prompt(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(3, 250) for _ in range(length)]
 
@@ -83,7 +93,7 @@ async def test_a_killed_process_ends_its_worker_and_the_other_one_serves(
 ) -> None:
     draw = random.Random(11)
     with deployment(tmp_path) as deploy:
-        url, _ = start(deploy, tmp_path / "model", workers=2)
+        url, ports = start(deploy, tmp_path / "model", workers=2)
         doomed = next(p for p in deploy.processes if p.name == "prefill0")
         family = [doomed.pid, *doomed.children()]
         pid = doomed.pid if victim[0].startswith("components") else doomed.child(*victim)
@@ -92,7 +102,7 @@ async def test_a_killed_process_ends_its_worker_and_the_other_one_serves(
                 asyncio.create_task(ask(client, url, random_prompt(draw, 20 * BLOCK)))
                 for _ in range(12)
             ]
-            await asyncio.sleep(0.15)  # let some of them reach the stages
+            await until_busy(client, ports[0])
             os.kill(pid, signal.SIGKILL)
             killed = time.monotonic()
             while any(is_alive(member) for member in family):
@@ -138,7 +148,7 @@ async def test_a_dead_decode_worker_frees_its_holds(tmp_path: Path) -> None:
                 asyncio.create_task(ask(client, url, random_prompt(draw, 20 * BLOCK), 64))
                 for _ in range(8)
             ]
-            await asyncio.sleep(0.2)
+            await until_busy(client, ports[0])
             os.killpg(decode.pid, signal.SIGKILL)
             decode.popen.wait(5)
             deploy.processes.remove(decode)
