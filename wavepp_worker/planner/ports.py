@@ -10,6 +10,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from wavepp_worker.base.types import Instant
+
 
 class WaveSlot(Struct, frozen=True):
     """A free place in the ring, and what is known when it is filled."""
@@ -17,6 +19,7 @@ class WaveSlot(Struct, frozen=True):
     wave: int  # number of the wave to plan
     oldest_wave: int  # first wave not yet retired; equals `wave` when the ring is empty
     admitting_count: int  # requests that are being admitted now
+    now: Instant = Instant(0.0)
 
 
 class PlannedSpan(Struct, frozen=True):
@@ -37,17 +40,32 @@ class PlannedWave(Struct, frozen=True):
 class WavePlanner(Protocol):
     """Decides what waves contain.  Owned by the LoopMachine of rank 0."""
 
-    def add_lane(self, rid: int, start: int, stop: int) -> None:
-        """Take in an admitted request whose tokens [start, stop) are to be computed."""
+    def add_lane(
+        self, rid: int, start: int, stop: int, snapshot_points: tuple[int, ...] = ()
+    ) -> None:
+        """Take in an admitted request whose tokens [start, stop) are to be computed.
+
+        Args:
+            snapshot_points: rising; no chunk crosses one, so that its state can be kept.
+        """
 
     def remove_lane(self, rid: int) -> None:
         """Schedule nothing more of `rid`; no effect if all of it was scheduled."""
 
     def plan(self, slot: WaveSlot) -> PlannedWave | None:
-        """Return the next wave's content, or None if no lane has anything to run."""
+        """Return the next wave's content, or None: nothing is runnable, or it is held back.
+
+        What is held back goes out at `next_deadline` at the latest.
+        """
 
     def accept(self, spans: tuple[PlannedSpan, ...]) -> None:
         """Note the spans that were really emitted; only these advance their lanes.  [I35]"""
 
     def lane_count(self) -> int:
         """Return how many requests have tokens left to schedule."""
+
+    def next_deadline(self) -> Instant | None:
+        """Return when work that is held back must be planned again; None: nothing is."""
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges by their metric names."""
