@@ -51,18 +51,54 @@ class _ChildFailedError(Exception):
         self.child = child
 
 
-def launch(deployment: Deployment, working_dir: Path, *, keep_going: bool = False) -> int:
-    """Run until the user stops the graph or a process fails; return the exit status."""
-    return asyncio.run(Launcher(deployment, working_dir, keep_going=keep_going).run())
+def launch(
+    deployment: Deployment,
+    working_dir: Path,
+    *,
+    keep_going: bool = False,
+    ready_file: Path | None = None,
+) -> int:
+    """Run until the user stops the graph or a process fails; return the exit status.
+
+    Args:
+        ready_file: gets a `ReadyGraph` as JSON once everything answers.
+    """
+    launcher = Launcher(deployment, working_dir, keep_going=keep_going, ready_file=ready_file)
+    return asyncio.run(launcher.run())
+
+
+class ReadyProcess(msgspec.Struct, frozen=True):
+    """One process of a graph that answers."""
+
+    name: str
+    component: str
+    pid: int
+    metrics_url: str = ""
+
+
+class ReadyGraph(msgspec.Struct, frozen=True):
+    """Where a started graph can be reached."""
+
+    api_url: str
+    models: tuple[str, ...]
+    processes: tuple[ReadyProcess, ...]
 
 
 class Launcher:
     """One run of a deployment."""
 
-    def __init__(self, deployment: Deployment, working_dir: Path, *, keep_going: bool) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        working_dir: Path,
+        *,
+        keep_going: bool,
+        ready_file: Path | None = None,
+    ) -> None:
         self._deployment = deployment
         self._working_dir = working_dir
         self._keep_going = keep_going
+        self._ready_file = ready_file
         self._children: list[Child] = []
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -79,6 +115,7 @@ class Launcher:
                 self._spawn(folder)
                 await self._wait_ready()
                 self._show_ready()
+                self._write_ready()
                 await self._watch()
             except _StopRequestedError:
                 pass
@@ -172,6 +209,30 @@ class Launcher:
             for name in self._deployment.model_names()[:1]:
                 self._screen.say(curl(url, name), "green")
         self._screen.say("\nCtrl-C stops it.\n")
+
+    def _write_ready(self) -> None:
+        """Write the ready file whole or not at all, so that who waits for it never reads half."""
+        if self._ready_file is None:
+            return
+        address = self._deployment.frontend()
+        ready = ReadyGraph(
+            api_url=f"http://{_reachable_host(address[0])}:{address[1]}/v1" if address else "",
+            models=tuple(self._deployment.model_names()),
+            processes=tuple(
+                ReadyProcess(
+                    child.name,
+                    child.plan.component.name,
+                    child.pid,
+                    f"http://127.0.0.1:{child.plan.system_port}/metrics"
+                    if child.plan.system_port
+                    else "",
+                )
+                for child in self._children
+            ),
+        )
+        part = self._ready_file.with_name(self._ready_file.name + ".part")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(ready)) + b"\n")
+        part.replace(self._ready_file)
 
     # ── watch ────────────────────────────────────────────────────────────────────────────────
 

@@ -185,6 +185,8 @@ def _add_serve(commands: Any) -> None:
     add("--dry-run", action="store_true", help="print the configuration and the commands as JSON")
     add("--keep-going", action="store_true",
         help="when a process ends, go on while its component has another")  # fmt: skip
+    add("--ready-file", metavar="FILE", type=Path,
+        help="write addresses and process ids here, as JSON, once the graph answers")  # fmt: skip
     parser.set_defaults(run=_serve)
 
 
@@ -203,7 +205,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     from graphs.launch import launch  # the other commands need no terminal library
 
-    return launch(deployment, working_dir, keep_going=args.keep_going)
+    return launch(
+        deployment, working_dir, keep_going=args.keep_going, ready_file=args.ready_file
+    )
 
 
 def _read_files(files: Sequence[str], environment_text: str) -> Source:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from wavepp_worker.bench.serve_command import add_serve_bench
+
 DEMO_MODEL = "~/.cache/wavepp/smollm2-135m-instruct"
 
 IDLE_HELP = """\
@@ -43,6 +45,7 @@ def add_bench(commands: Any) -> None:
     add("--threads", type=int, default=1, help="CPU threads of each side; default: %(default)s")
     add("--json", metavar="FILE", help="also write the figures here")
     idle.set_defaults(run=_idle)
+    add_serve_bench(benches)
 
 
 def _idle(args: argparse.Namespace) -> int:
