@@ -32,6 +32,7 @@ from wavepp_worker.runtime.folders import PrivateFolder
 POLL_S = 0.25
 HTTP_TIMEOUT_S = 2.0
 HTTP_BYTES_MAX = 1 << 20
+READY_FILE = "ready.json"  # in the private folder
 STOP_MARGIN_S = 5.0  # over Dynamo's own grace and drain times
 
 EXIT_STOPPED, EXIT_FAILED = 0, 1
@@ -115,7 +116,7 @@ class Launcher:
                 self._spawn(folder)
                 await self._wait_ready()
                 self._show_ready()
-                self._write_ready()
+                self._write_ready(folder)
                 await self._watch()
             except _StopRequestedError:
                 pass
@@ -210,10 +211,11 @@ class Launcher:
                 self._screen.say(curl(url, name), "green")
         self._screen.say("\nCtrl-C stops it.\n")
 
-    def _write_ready(self) -> None:
-        """Write the ready file whole or not at all, so that who waits for it never reads half."""
-        if self._ready_file is None:
-            return
+    def _write_ready(self, folder: Path) -> None:
+        """Write the ready files: one for `wavepp top`, one for who asked for it.
+
+        Whole or not at all, so that who waits for one never reads half of it.
+        """
         address = self._deployment.frontend()
         ready = ReadyGraph(
             api_url=f"http://{_reachable_host(address[0])}:{address[1]}/v1" if address else "",
@@ -230,9 +232,11 @@ class Launcher:
                 for child in self._children
             ),
         )
-        part = self._ready_file.with_name(self._ready_file.name + ".part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(ready)) + b"\n")
-        part.replace(self._ready_file)
+        text = msgspec.json.format(msgspec.json.encode(ready)) + b"\n"
+        for file in filter(None, (folder / READY_FILE, self._ready_file)):
+            part = file.with_name(file.name + ".part")
+            part.write_bytes(text)
+            part.replace(file)
 
     # ── watch ────────────────────────────────────────────────────────────────────────────────
 

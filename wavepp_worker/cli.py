@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,15 @@ every key, `--dry-run` shows what would run.  Exit status: 0 stopped by you, 1 a
 2 refused before anything started.
 """
 
+TOP_HELP = """\
+A live view of every stage: how busy it is, what it waits for, how full its cache is.  Without
+--metrics it finds the graphs that you run on this machine.
+
+examples:
+  wavepp top
+  wavepp top --metrics http://127.0.0.1:9090/metrics --interval-s 5
+"""
+
 WAVEPP_HELP = """\
 WavePP: a prefill-only, pipeline-parallel worker for NVIDIA Dynamo.
 
@@ -67,6 +77,8 @@ examples:
   wavepp check-config configs/smollm2-cpu.yaml               find mistakes before a start
   wavepp print-schema                                        every key, its type and default
   wavepp bench idle                                          what the pipeline adds to a request
+  wavepp bench serve -f configs/smollm2-cpu.yaml             throughput, latency, reuse, stage times
+  wavepp top                                                 watch a running worker's stages
 
 `wavepp COMMAND --help` says more.
 """
@@ -80,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(commands)
     _add_schema(commands)
     add_bench(commands)
+    _add_top(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=lambda _args: print(__version__))
     return _run(parser, sys.argv[1:] if argv is None else argv)
@@ -205,9 +218,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     from graphs.launch import launch  # the other commands need no terminal library
 
-    return launch(
-        deployment, working_dir, keep_going=args.keep_going, ready_file=args.ready_file
-    )
+    return launch(deployment, working_dir, keep_going=args.keep_going, ready_file=args.ready_file)
 
 
 def _read_files(files: Sequence[str], environment_text: str) -> Source:
@@ -240,6 +251,34 @@ def dry_run(deployment: Deployment, working_dir: Path) -> dict[str, Any]:
         {"name": plan.name, "command": command_line(plan), "env": plan.env} for plan in plans
     ]
     return {"config": deployment.resolved(), "processes": processes}
+
+
+# ── top ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_top(commands: Any) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="watch a running worker's stages",
+        description=TOP_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--metrics", metavar="URL", action="append", default=[],
+        help="metrics page of a prefill worker; repeatable")  # fmt: skip
+    add("--interval-s", type=float, default=1.0, help="default: %(default)s")
+    add("--count", type=int, help="print so many views and end; default: until Ctrl-C")
+    parser.set_defaults(run=_top)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from wavepp_worker.obs.top import find_pages, run_top
+
+    if args.interval_s <= 0:
+        raise ConfigError("--interval-s is a number of seconds above 0")
+    pages = args.metrics or find_pages(Path(tempfile.gettempdir()))
+    return run_top(pages, args.interval_s, args.count)
 
 
 # ── check-config, print-schema ───────────────────────────────────────────────────────────────
