@@ -61,3 +61,11 @@ def check(condition: bool, message: str, **facts: object) -> None:
     if not condition:
         detail = " ".join(f"{key}={value!r}" for key, value in facts.items())
         raise InvariantError(f"{message} {detail}".rstrip())
+
+
+def describe(error: BaseException) -> str:
+    """Return one readable line: our own errors as they are, others with their type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, WavePPError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

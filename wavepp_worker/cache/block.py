@@ -7,7 +7,8 @@ A slot is in exactly one of four conditions:
     reserved    an escrow owns it; attached or empty; no reference
     referenced  leases or sequences hold it; attached, or private to one sequence
 
-"Available" is free + evictable.
+"Available" is free + evictable.  Offload and onboard exchange the physical slots of two blocks,
+one with content and one without, so content keeps its block: key, links, references and age.
 """
 
 from __future__ import annotations
@@ -25,19 +26,25 @@ class Block:
         "children",
         "evictable_children",
         "is_evictable",
+        "is_host",
         "key",
+        "number",
         "owner",
         "parent",
         "refs",
         "slot",
     )
 
-    def __init__(self, slot: BlockId) -> None:
+    def __init__(self, number: int, slot: BlockId, *, is_host: bool = False) -> None:
+        self.number = number
+        """Names the block within its pool, for ever."""
         self.slot = slot
+        """Where it lies now, within its tier."""
+        self.is_host = is_host
         self.refs = 0
         """Leases and sequences that name this slot."""
         self.owner: RequestId | None = None
-        """The request whose escrow reserved it."""
+        """The request whose escrow reserved it, as a slot or as a host destination."""
         self.key = NO_KEY
         """Meaningful while attached."""
         self.parent: Block | None = None
@@ -46,4 +53,11 @@ class Block:
         self.age = 0
         """Turn at which the last reference went; smaller is evicted earlier."""
         self.is_evictable = False
-        self.evictable_children = 0
+        self.evictable_children = [0, 0]
+        """On the device, on the host."""
+
+
+def exchange_slots(block: Block, other: Block) -> None:
+    """Let two blocks of different tiers change places; the caller keeps the tiers' books."""
+    block.slot, other.slot = other.slot, block.slot
+    block.is_host, other.is_host = other.is_host, block.is_host

@@ -8,77 +8,71 @@ from collections.abc import Sequence as Seq
 
 from wavepp_worker.base.errors import check
 from wavepp_worker.base.types import RequestId
-from wavepp_worker.cache.block import Block
-from wavepp_worker.cache.escrow import Escrow, demand_blocks
+from wavepp_worker.cache.escrow import Escrow
 from wavepp_worker.cache.lease import Lease
-from wavepp_worker.cache.pool import BlockPool
+from wavepp_worker.cache.parts import Window
 from wavepp_worker.cache.sequence import Sequence
 
 
 def check_books(
-    pools: Seq[BlockPool],
+    windows: Seq[Window],
     leases: Mapping[RequestId, Lease],
     escrows: Mapping[RequestId, Escrow],
     sequences: Mapping[RequestId, Sequence],
 ) -> None:
-    """Raise InvariantError unless I1, I2, I8, I9 and I15-I17 hold.  Cost: O(all slots)."""
-    check(leases.keys().isdisjoint(sequences), "leased and admitted")
+    """Raise InvariantError unless I1, I2, I8, I9, I15-I17, I20 and I23 hold.
+
+    Cost: O(all slots).
+    """
+    check(leases.keys().isdisjoint(sequences), "leased and admitted [I14]")
     check(escrows.keys() <= leases.keys(), "an escrow has a lease [I21]")
-    for window, pool in enumerate(pools):
+    for lease in leases.values():
+        _check_lease(lease)
+    for rid, escrow in escrows.items():
+        _check_escrow(escrow, leases[rid])
+    for window, rules in enumerate(windows):
         refs: Counter[int] = Counter()
         owners: dict[int, int] = {}
         for lease in leases.values():
-            _check_lease(lease, pool)
-            refs.update(block.slot for block in lease.blocks[window])
+            refs.update(block.number for block in lease.parts[window].blocks)
         for sequence in sequences.values():
-            _check_sequence(sequence, pool)
-            refs.update(block.slot for block in sequence.tables[window])
+            refs.update(block.number for block in sequence.parts[window].blocks)
+            sequence.parts[window].check_invariants()
         for rid, escrow in escrows.items():
-            _check_escrow(escrow, leases[rid], window)
-            for slot in escrow.reserved[window]:
-                check(slot not in owners, "two owners [I15]", slot=slot)
-                owners[slot] = rid
-        pool.check_invariants(refs, owners)
+            for block in escrow.promises[window].owned():
+                check(block.number not in owners, "two owners [I15]", number=block.number)
+                owners[block.number] = rid
+        rules.pool.check_invariants(refs, owners)
+        by_count = sum(escrow.promises[window].count for escrow in escrows.values())
+        booked = rules.pool.counted + rules.pool.device.reserved_count
+        check(by_count == booked, "promises add up [I17]", window=window, booked=booked)
 
 
-def _check_lease(lease: Lease, pool: BlockPool) -> None:
-    """A lease is a chain from the root along the request's own keys.  [I8, I9]"""
-    rid, path = lease.request.rid, lease.blocks[pool.window]
-    check(
-        len(path) * lease.request.block_tokens == lease.endpoint,
-        "lease covers its endpoint [I8]",
-        rid=rid,
-    )
-    check(lease.endpoint < lease.request.prompt_tokens, "last token is computed", rid=rid)
-    _check_chain(path, lease.request.keys, pool, rid)
+def check_waiting(rids: Seq[int], *tables: Mapping[RequestId, object]) -> None:
+    """Raise InvariantError if a request that waits holds anything.  [I29]
+
+    With the audit above, no lease, escrow or sequence means no reference, owner or destination.
+    """
+    for rid in rids:
+        for table in tables:
+            check(RequestId(rid) not in table, "waits and holds [I29]", rid=rid)
 
 
-def _check_sequence(sequence: Sequence, pool: BlockPool) -> None:
-    """A table covers the prompt; adopted blocks are attached, own ones attached or private."""
-    request, table = sequence.request, sequence.tables[pool.window]
-    check(len(table) == request.block_count, "table covers the prompt", rid=request.rid)
-    check(len({block.slot for block in table}) == len(table), "slot used twice", rid=request.rid)
-    first = sequence.endpoint // request.block_tokens
-    _check_chain(table[:first], request.keys, pool, request.rid)
-    for position in range(first, len(table)):
-        block = table[position]
-        if block.parent is not None:
-            check(block.key == request.keys[position], "published key [I9]", rid=request.rid)
-        else:
-            check(block.refs == 1, "a private block has one holder", slot=block.slot)
+def _check_lease(lease: Lease) -> None:
+    request = lease.request
+    is_aligned = lease.endpoint % request.block_tokens == 0
+    check(is_aligned, "endpoints are aligned [I8]", rid=request.rid, endpoint=lease.endpoint)
+    is_short = lease.endpoint < request.prompt_tokens
+    check(is_short, "last token is computed [I8]", rid=request.rid, endpoint=lease.endpoint)
+    for part in lease.parts:
+        part.check_invariants(lease.endpoint // request.block_tokens)
 
 
-def _check_chain(path: Seq[Block], keys: Seq[bytes], pool: BlockPool, rid: RequestId) -> None:
-    node = pool.tree.root
-    for block, key in zip(path, keys, strict=False):
-        check(block.parent is node and block.key == key, "pinned block moved [I9]", rid=rid)
-        check(block.refs > 0, "pinned block is unreferenced [I9]", rid=rid)
-        node = block
-
-
-def _check_escrow(escrow: Escrow, lease: Lease, window: int) -> None:
-    held = len(escrow.reserved[window])
-    need = demand_blocks(lease.request, escrow.endpoint)
-    check(held == need, "reservation covers its endpoint [I17]", rid=escrow.rid, held=held)
+def _check_escrow(escrow: Escrow, lease: Lease) -> None:
+    is_above = lease.endpoint <= escrow.endpoint
+    check(is_above, "a lease only falls under its escrow [I25]", rid=escrow.rid)
     if escrow.is_committed:
-        check(escrow.endpoint == lease.endpoint, "commits at the lease [I17]", rid=escrow.rid)
+        is_same = escrow.endpoint == lease.endpoint
+        check(is_same, "commits at the lease [I17]", rid=escrow.rid)
+    for promise, part in zip(escrow.promises, lease.parts, strict=True):
+        promise.check_invariants(part, escrow.endpoint, is_committed=escrow.is_committed)

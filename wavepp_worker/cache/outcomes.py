@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from wavepp_worker.wire.mailbox import Copy
+from wavepp_worker.wire.mailbox import Copy, StateSlots
 
 
 class Prepared(Struct, frozen=True):
@@ -35,8 +35,9 @@ class Materialized(Struct, frozen=True):
     """What `Install` carries to the LOOP process."""
 
     endpoint: int
-    tables: tuple[tuple[int, ...], ...]  # per window: slot of block 0, 1, ...
+    tables: tuple[tuple[int, ...], ...]  # as in `Install`
     copies: tuple[Copy, ...] = ()
+    states: tuple[StateSlots, ...] = ()
 
 
 class RankView(Struct, frozen=True):
@@ -48,6 +49,11 @@ class RankView(Struct, frozen=True):
     referenced: tuple[int, ...]
     reserved: tuple[int, ...]
     total: tuple[int, ...]
+    host_free: tuple[int, ...]
+    host_cached: tuple[int, ...]
+    host_referenced: tuple[int, ...]
+    host_reserved: tuple[int, ...]
+    host_total: tuple[int, ...]
     lease_count: int
     escrow_count: int
     sequence_count: int

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wavepp_worker.base.errors import check
 from wavepp_worker.base.types import RequestId, SequenceHash, Tokens
 from wavepp_worker.base.units import ceil_div, endpoint_max
 
 
 class KnownRequest:
-    """Length and keys of one prompt; holds no block."""
+    """Length, keys and snapshot points of one prompt; holds no block."""
 
     __slots__ = (
         "attempt",
@@ -19,6 +20,7 @@ class KnownRequest:
         "keys",
         "prompt_tokens",
         "rid",
+        "snapshot_points",
     )
 
     def __init__(
@@ -27,6 +29,7 @@ class KnownRequest:
         prompt_tokens: Tokens,
         keys: Sequence[SequenceHash],
         block_tokens: int,
+        snapshot_points: Sequence[int] = (),
     ) -> None:
         self.rid = rid
         self.prompt_tokens = prompt_tokens
@@ -37,5 +40,21 @@ class KnownRequest:
         """Blocks of the whole prompt, the partial last one included."""
         self.endpoint_max = endpoint_max(prompt_tokens, block_tokens)
         """Deepest endpoint, in tokens: the last prompt token is always computed."""
+        self.snapshot_points = tuple(snapshot_points)
+        """Tokens after which recurrent state is worth keeping, rising.  [A33]"""
         self.attempt = 0
         """Highest attempt that took a lease here; attempts only grow."""
+        check(
+            all(
+                0 < point <= self.endpoint_max and point % block_tokens == 0
+                for point in self.snapshot_points
+            )
+            and list(self.snapshot_points) == sorted(set(self.snapshot_points)),
+            "snapshot points are rising block boundaries",
+            rid=rid,
+            points=self.snapshot_points,
+        )
+
+    def points_after(self, endpoint: int) -> tuple[int, ...]:
+        """Return the snapshot points that a run from `endpoint` passes, rising."""
+        return tuple(point for point in self.snapshot_points if point > endpoint)

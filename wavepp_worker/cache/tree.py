@@ -1,10 +1,11 @@
-"""The prefix tree of one dense window: which blocks can be matched, and in what shape.
+"""The prefix tree of one window: which blocks can be matched, and in what shape.
 
-    root ── H_0 ── H_1 ── H_2          an attached block's ancestors are all attached, so the
-               └── H_1' ── H_2'        depths present on any chain form a prefix  [I2]
+    dense    root ── H_0 ── H_1 ── H_2      an attached block's ancestors are all attached, so the
+                        └── H_1' ── H_2'    depths present on any chain form a prefix  [I2]
+    other    root ── H_4, H_5, H_5', ...    a block stands for itself: all are children of the root
 
-Every attach and detach is told to the index at once.  The tree knows no references and no slots'
-conditions; `pool` decides what may be detached.
+Every attach and detach is told to the index at once.  The tree knows no references, no tiers and
+no slots' conditions; `pool` decides what may be detached.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class PrefixTree:
     def __init__(self, window: int, index: HintIndex) -> None:
         self._window = window
         self._index = index
-        self.root = Block(BlockId(-1))
+        self.root = Block(-1, BlockId(-1))
         self.attached_count = 0
 
     def walk(self, keys: Sequence[SequenceHash], limit: int) -> list[Block]:
-        """Return the attached blocks of the longest matching prefix, at most `limit`, root first.
+        """Return the longest matching prefix of a dense window, at most `limit` blocks, root first.
 
         Cost: one dictionary lookup per block.
         """
@@ -44,9 +45,9 @@ class PrefixTree:
 
     def attach(self, block: Block, parent: Block, key: SequenceHash) -> None:
         """Make `block` the child of `parent` under `key`."""
-        check(block.parent is None and not block.children, "attached twice", slot=block.slot)
-        check(key not in parent.children, "key is present", slot=block.slot, parent=parent.slot)
-        check(parent is self.root or parent.parent is not None, "parent is detached")
+        check(block.parent is None and not block.children, "attached twice [I1]", of=block.number)
+        check(key not in parent.children, "key is present [I1]", of=block.number)
+        check(parent is self.root or parent.parent is not None, "parent is detached [I2]")
         block.key, block.parent = key, parent
         parent.children[key] = block
         self.attached_count += 1
@@ -54,8 +55,8 @@ class PrefixTree:
 
     def detach(self, block: Block) -> None:
         """Remove a block that has no children left; its key becomes unknown."""
-        check(not block.children, "children are detached first", slot=block.slot)
-        check(block.parent is not None, "not attached", slot=block.slot)
+        check(not block.children, "children are detached first [I2]", of=block.number)
+        check(block.parent is not None, "not attached [I1]", of=block.number)
         if block.parent is not None:
             del block.parent.children[block.key]
         self._index.removed(self._window, block.key)
@@ -78,9 +79,9 @@ class PrefixTree:
         counts: dict[SequenceHash, int] = {}
         for block in self.attached():
             parent = block.parent
-            check(parent is not None, "a reached block has a parent", slot=block.slot)
+            check(parent is not None, "a reached block has a parent [I2]", of=block.number)
             if parent is not None:
-                check(parent.children.get(block.key) is block, "parent link", slot=block.slot)
+                check(parent.children.get(block.key) is block, "parent link [I2]", of=block.number)
             counts[block.key] = counts.get(block.key, 0) + 1
-        check(sum(counts.values()) == self.attached_count, "attached count")
+        check(sum(counts.values()) == self.attached_count, "attached count [I1]")
         check(counts == self._index.windows[self._window], "index equals the tree [I1]")

@@ -2,7 +2,7 @@
 
     serving ── Announce, Cancel, ViewRequest, Shutdown ──▶ WAVE0
     WAVE_s  ── Install, Drop, Admitting, Peers, Shutdown ─▶ LOOP_s
-    LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed ────────▶ WAVE_s
+    LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed, Alive ─▶ WAVE_s
     any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone,
                CacheView, Stats, Fatal ──────────────────▶ serving
 
@@ -35,7 +35,6 @@ class Announce(Struct, array_like=True, frozen=True, tag="announce"):
     prompt_tokens: int
     keys: bytes  # KEY_BYTES per full block
     tokens: bytes  # u32 little-endian; passed on only in rank 0's Install
-    snapshot_points: tuple[int, ...] = ()
     sampling: Sampling = Sampling()
 
 
@@ -65,12 +64,28 @@ FRONT: Codec[FrontMessage] = Codec(FrontMessage)
 
 
 class Copy(Struct, array_like=True, frozen=True):
-    """One block or state copy; performed in `ino` order, unconditionally.  [algorithms 16.2]"""
+    """One block or state copy; performed in `ino` order, unconditionally.  [algorithms 16.2]
 
-    kind: str  # "offload" | "onboard" | "snapshot_in" | "zero_state"
+    kind            source              target
+    offload         device slot         host slot
+    onboard         host slot           device slot
+    load_state      device snapshot     working state (device slot)
+    onboard_state   host snapshot       working state (device slot)
+    zero_state      (unused, -1)        working state (device slot)
+    """
+
+    kind: str
     window: int
     source: int
     target: int
+
+
+class StateSlots(Struct, array_like=True, frozen=True):
+    """Slots of one recurrent window for one sequence; all are device slots of that window."""
+
+    window: int
+    working: int  # the state that waves read and advance
+    snapshots: tuple[tuple[int, int], ...] = ()  # (snapshot point in tokens, slot), rising
 
 
 class Install(Struct, array_like=True, frozen=True, tag="install"):
@@ -80,8 +95,11 @@ class Install(Struct, array_like=True, frozen=True, tag="install"):
     rid: int
     prompt_tokens: int
     endpoint: int  # e*, tokens reused
-    tables: tuple[tuple[int, ...], ...]  # per window of this rank: slot of block 0, 1, ...
+    # Per window of this rank: slot of block 0, 1, ...; -1 outside a sliding window; () recurrent.
+    tables: tuple[tuple[int, ...], ...]
     copies: tuple[Copy, ...] = ()
+    states: tuple[StateSlots, ...] = ()  # one per recurrent window
+    snapshot_points: tuple[int, ...] = ()  # rank 0 only: chunks end there, whoever stores it
     tokens: bytes = b""  # rank 0 only: u32 little-endian, the whole prompt
     sampling: Sampling | None = None
     announced_at: float = 0.0  # rank 0 only: when the announce arrived
@@ -122,10 +140,20 @@ class LoopUp(Struct, array_like=True, frozen=True, tag="loop_up"):
     store_address: str = ""  # rank 0 only
 
 
+class WindowReport(Struct, array_like=True, frozen=True):
+    """One window's state kind and pool as allocated; fields as in `cache.window.WindowSpec`."""
+
+    kind: str
+    slots: int
+    host_slots: int = 0
+    span_tokens: int | None = None
+    chunk_tokens: int = 0
+
+
 class LoopReady(Struct, array_like=True, frozen=True, tag="loop_ready"):
     """Weights loaded, pools allocated, peers connected."""
 
-    slot_counts: tuple[int, ...]  # device slots per window of this rank
+    windows: tuple[WindowReport, ...]
 
 
 class WaveDone(Struct, array_like=True, frozen=True, tag="wave_done"):
@@ -133,6 +161,7 @@ class WaveDone(Struct, array_like=True, frozen=True, tag="wave_done"):
 
     wave: int
     ends: tuple[tuple[int, int], ...]  # (rid, end position in tokens), cumulative
+    snapshots: tuple[tuple[int, int], ...] = ()  # (rid, snapshot point) whose slot is filled now
 
 
 class Freed(Struct, array_like=True, frozen=True, tag="freed"):
@@ -141,7 +170,11 @@ class Freed(Struct, array_like=True, frozen=True, tag="freed"):
     rid: int
 
 
-LoopOutbound = LoopUp | LoopReady | WaveDone | Freed
+class Alive(Struct, array_like=True, frozen=True, tag="alive"):
+    """The LOOP process still takes messages; sent about every second from LoopReady on."""
+
+
+LoopOutbound = LoopUp | LoopReady | WaveDone | Freed | Alive
 FROM_LOOP: Codec[LoopOutbound] = Codec(LoopOutbound)
 
 
@@ -222,11 +255,16 @@ class CacheView(Struct, array_like=True, frozen=True, tag="cache_view"):
     rank: int
     number: int
     keys: tuple[tuple[bytes, ...], ...]  # per window
-    free: tuple[int, ...]  # per window: slots holding nothing
+    free: tuple[int, ...]  # per window: device slots holding nothing
     cached: tuple[int, ...]  # attached, unreferenced, unreserved
     referenced: tuple[int, ...]
     reserved: tuple[int, ...]
     total: tuple[int, ...]
+    host_free: tuple[int, ...]  # per window: the same of the host tier
+    host_cached: tuple[int, ...]
+    host_referenced: tuple[int, ...]
+    host_reserved: tuple[int, ...]
+    host_total: tuple[int, ...]
     lease_count: int
     escrow_count: int
     sequence_count: int

@@ -106,6 +106,8 @@ class RoundVote(Struct, array_like=True, frozen=True, tag="vote"):
     available_tokens: int = 0
     capacity_generation: int = 0
     total_tokens: int = 0  # size of the smallest dense pool of this rank, in tokens
+    is_sparse: bool = False  # some window cannot resume at every boundary of what it holds
+    has_states: bool = False  # some window is recurrent: snapshot points are wanted
     fatal: str = ""
 
 

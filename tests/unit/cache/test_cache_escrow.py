@@ -74,7 +74,7 @@ def test_floor_holds_after_prepare_and_is_waived_on_request() -> None:
 
 
 def test_long_hit_is_admitted_only_without_floors() -> None:
-    """Scenario S7: 100 blocks, floor 10; 98 blocks of prompt, 90 of them cached."""
+    """S7: 100 blocks, floor 10; 98 blocks of prompt, 90 of them cached."""
     cache = make_cache(100, floor_fraction=0.1)
     prompt = "x" * 98
     serve(cache, 1, prompt[:90])
@@ -106,7 +106,7 @@ def worked_example_x2(slots: int) -> RankCache:
 
 
 def test_commit_after_trim_finds_the_extra_blocks() -> None:
-    """Worked example X2: the blocks just unpinned are themselves candidates.  [I25]"""
+    """X2: the blocks just unpinned are themselves candidates.  [I25]"""
     cache = worked_example_x2(3200)
     assert cache.trim(2, 96 * 1024) == 96 * 1024
     assert cache.commit(2, 96 * 1024) == Committed(96 * 1024)
@@ -115,7 +115,7 @@ def test_commit_after_trim_finds_the_extra_blocks() -> None:
 
 
 def test_failed_commit_leaves_everything_as_it_was() -> None:
-    """Worked example X2, extra victims not to be found.  [I18]"""
+    """X2, extra victims not to be found.  [I18]"""
     cache = worked_example_x2(3200)
     cache.trim(2, 96 * 1024)
     keys = b"".join(index.to_bytes(32, "big") for index in range(1600))

@@ -114,13 +114,13 @@ def test_ages_survive_a_reservation_that_is_given_back() -> None:
 
 
 def test_stale_heap_entries_are_swept() -> None:
-    blocks = [Block(BlockId(slot)) for slot in range(4)]
-    order = EvictionOrder(blocks)
+    blocks = [Block(slot, BlockId(slot)) for slot in range(4)]
+    order = EvictionOrder(blocks, is_host=False)
     for turn in range(10_000):
         block = blocks[turn % 3]
         if block.is_evictable:
             order.remove(block)
-        order.stamp(block)
+        block.age = turn
         order.add(block)
     assert len(order._ready) <= 2 * len(blocks) + 64
     assert order.oldest() is blocks[(10_000 - 3) % 3]

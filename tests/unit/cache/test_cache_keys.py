@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 import pytest
 
@@ -61,13 +62,19 @@ def test_router_hash_is_the_first_eight_bytes_little_endian() -> None:
     assert router_hash(bytes([255] * 32)) == 2**64 - 1
 
 
-def test_only_dense_attention_windows_are_accepted() -> None:
-    with pytest.raises(ConfigError, match="recurrent"):
-        WindowSpec(kind="recurrent", slots=4)
-    with pytest.raises(ConfigError, match="4096"):
-        WindowSpec(span_tokens=4096, slots=4)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slots": 0},
+        {"slots": 4, "host_slots": -1},
+        {"slots": 4, "span_tokens": 4096},
+        {"slots": 4, "span_tokens": 0, "chunk_tokens": 8},
+        {"slots": 4, "span_tokens": 8, "chunk_tokens": 8, "kind": "recurrent"},
+    ],
+)
+def test_broken_windows_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        WindowSpec(slots=0)
+        WindowSpec(**fields)
 
 
 def test_dense_prefix_is_exact_within_its_probe_bound() -> None:

@@ -16,8 +16,8 @@ from tests.unit.cache.world import (
     serve,
 )
 from wavepp_worker.base.errors import InvariantError
-from wavepp_worker.cache import escrow as escrow_module
-from wavepp_worker.cache import lease as lease_module
+from wavepp_worker.cache.escrow import Escrow
+from wavepp_worker.cache.lease import Lease
 from wavepp_worker.cache.rank_cache import Prepared
 
 
@@ -78,18 +78,22 @@ def test_release_is_idempotent_and_leaves_nothing() -> None:
 def test_escrow_is_released_before_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """[I21]"""
     order: list[str] = []
-    for module, name in ((escrow_module, "release_escrow"), (lease_module, "release_lease")):
-        real = getattr(module, name)
+    for kind in (Escrow, Lease):
+        real = kind.release
 
-        def spy(*args: object, name: str = name, real: Callable[..., None] = real) -> None:
-            order.append(name)
-            real(*args)
+        def spy(held: object, kind: type = kind, real: Callable[..., None] = real) -> None:
+            order.append(kind.__name__)
+            real(held)
 
-        monkeypatch.setattr(module, name, spy)
+        monkeypatch.setattr(kind, "release", spy)
     cache = make_cache(8)
     commit(cache, 1, "abc")
     cache.release(1)
-    assert order == ["release_escrow", "release_lease"]
+    assert order == ["Escrow", "Lease"]
+    order.clear()
+    commit(cache, 2, "abc")
+    cache.materialize(2, 2)
+    assert order == ["Escrow", "Lease"]
 
 
 def test_newer_attempt_replaces_the_older_one() -> None:
@@ -106,7 +110,7 @@ def test_newer_attempt_replaces_the_older_one() -> None:
 
 
 def test_claimed_victim_is_replaced_in_the_same_section() -> None:
-    """Worked example X4: B's lease finds A's victim; A gets the next slot."""
+    """X4: B's lease finds A's victim; A gets the next slot."""
     cache = make_cache(10)
     serve(cache, 1, "1234")
     serve(cache, 2, "abcdef")
@@ -122,7 +126,7 @@ def test_claimed_victim_is_replaced_in_the_same_section() -> None:
 
 
 def test_claim_is_cut_where_no_replacement_exists() -> None:
-    """Worked example X4, last sentence; what lies beyond the cut keeps its age and owner."""
+    """X4, last sentence; what lies beyond the cut keeps its age and owner."""
     cache = make_cache(6)
     serve(cache, 1, "abcdef")
     commit(cache, 2, "123")  # promises f, e, d

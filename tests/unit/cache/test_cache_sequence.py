@@ -17,6 +17,7 @@ from tests.unit.cache.world import (
 from wavepp_worker.base.errors import InvariantError
 from wavepp_worker.cache.block import Block
 from wavepp_worker.cache.pool import BlockPool
+from wavepp_worker.wire.mailbox import Copy
 
 
 def test_materialize_adopts_the_prefix_and_owns_exactly_its_demand() -> None:
@@ -44,9 +45,9 @@ def test_materialize_shrinks_the_promise_one_for_one(monkeypatch: pytest.MonkeyP
     sums: list[int] = []
     take = BlockPool.take
 
-    def spy(pool: BlockPool) -> Block:
-        block = take(pool)
-        sums.append(len(sums) + 1 + pool.reserved_count)
+    def spy(pool: BlockPool, copies: list[Copy]) -> Block:
+        block = take(pool, copies)
+        sums.append(len(sums) + 1 + pool.device.reserved_count)
         return block
 
     monkeypatch.setattr(BlockPool, "take", spy)
@@ -121,7 +122,7 @@ def test_publish_is_cumulative_and_stops_at_full_blocks() -> None:
 
 
 def test_duplicate_stays_private_until_freed() -> None:
-    """Scenario S1 [A53]: Z must not be given the slot that Y still reads."""
+    """S1 [A53]: Z must not be given the slot that Y still reads."""
     cache = make_cache(7)
     install(cache, 1, "ax")
     y_table = install(cache, 2, "ay")
@@ -147,7 +148,7 @@ def test_own_block_hangs_below_the_block_that_was_first() -> None:
 
 
 def test_child_of_a_dropped_victim_keeps_its_slot_and_is_published_again() -> None:
-    """Scenario S13: p unused, its child published by the running X; p is dropped."""
+    """S13: p unused, its child published by the running X; p is dropped."""
     cache = make_cache(8)
     install(cache, 1, "p")
     x_table = install(cache, 2, "pcd", cap=0).tables[0]

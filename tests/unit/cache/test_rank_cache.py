@@ -6,7 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.cache.world import commit, install, key_at, learn, lease, make_cache, serve
+from tests.unit.cache.world import (
+    commit,
+    dense,
+    install,
+    key_at,
+    learn,
+    lease,
+    make_cache,
+    recurrent,
+    serve,
+    sliding,
+)
 from wavepp_worker.base.errors import InvariantError
 from wavepp_worker.cache.rank_cache import RankCache, Shortfall
 
@@ -105,7 +116,7 @@ def damage_owner(cache: RankCache) -> None:
 
 
 def damage_count(cache: RankCache) -> None:
-    cache._pools[0].reserved_count += 1
+    cache._pools[0].device.reserved_count += 1
 
 
 def damage_index(cache: RankCache) -> None:
@@ -113,11 +124,11 @@ def damage_index(cache: RankCache) -> None:
 
 
 def damage_escrow(cache: RankCache) -> None:
-    cache._pools[0].unreserve(cache._escrows[3].reserved[0].popitem()[1])
+    cache._pools[0].unreserve(next(cache._escrows[3].promises[0].owned()))
 
 
 def damage_free_list(cache: RankCache) -> None:
-    cache._pools[0]._free.pop()
+    cache._pools[0].device.free.pop()
 
 
 def damage_tree(cache: RankCache) -> None:
@@ -125,7 +136,7 @@ def damage_tree(cache: RankCache) -> None:
 
 
 def damage_order(cache: RankCache) -> None:
-    cache._pools[0]._order._ready.clear()
+    cache._pools[0].device.order._ready.clear()
 
 
 @pytest.mark.parametrize(
@@ -150,3 +161,109 @@ def test_audit_notices_damage(damage: Callable[[RankCache], None]) -> None:
     damage(cache)
     with pytest.raises(InvariantError):
         cache.check_invariants()
+
+
+def mixed_cache() -> RankCache:
+    """Every kind of window, with host blocks, a lease, an escrow and a sequence."""
+    cache = make_cache(dense(9, 8), sliding(8, 2, 2, 8), recurrent(5, 4))
+    serve(cache, 1, "zzzzz", points=(4,))
+    serve(cache, 2, "abcd", points=(2, 3))
+    install(cache, 3, "1234", points=(2,))  # sends some of the first prompt to the host
+    assert lease(cache, 4, "abcX") == 3
+    commit(cache, 5, "56", points=(1,))
+    cache.check_invariants()
+    return cache
+
+
+def damage_destination(cache: RankCache) -> None:
+    promise = cache._escrows[5].promises[0]
+    host = next(block for block in promise.owned() if block.is_host)
+    cache._pools[0].unreserve(host)
+
+
+def damage_counted(cache: RankCache) -> None:
+    cache._pools[2].counted -= 1
+
+
+def damage_promise_count(cache: RankCache) -> None:
+    cache._escrows[5].promises[2].count += 1
+
+
+def damage_snapshot_lease(cache: RankCache) -> None:
+    cache._leases[4].parts[2].depth = 2
+
+
+def damage_sliding_lease(cache: RankCache) -> None:
+    part = cache._leases[4].parts[1]
+    part.blocks.append(part.blocks[0])
+
+
+def damage_working_state(cache: RankCache) -> None:
+    cache._sequences[3].parts[2]._working.refs = 2
+
+
+def damage_slots(cache: RankCache) -> None:
+    cache._pools[0]._blocks[0].slot = cache._pools[0]._blocks[1].slot
+
+
+def damage_tier(cache: RankCache) -> None:
+    block = next(block for block in cache._pools[0]._blocks if block.is_host)
+    block.is_host = False
+
+
+def damage_ring(cache: RankCache) -> None:
+    part = cache._sequences[3].parts[1]
+    part.blocks[0] = part.blocks[1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_destination,
+        damage_counted,
+        damage_promise_count,
+        damage_snapshot_lease,
+        damage_sliding_lease,
+        damage_working_state,
+        damage_slots,
+        damage_tier,
+        damage_ring,
+    ],
+)
+def test_audit_notices_damage_in_every_kind_of_window(
+    damage: Callable[[RankCache], None],
+) -> None:
+    cache = mixed_cache()
+    damage(cache)
+    with pytest.raises(InvariantError, match=r"\[I\d"):
+        cache.check_invariants()
+
+
+def test_counts_of_both_tiers_add_up() -> None:
+    """[I16] Slots promised by count are shown as reserved, empty ones first."""
+    cache = mixed_cache()
+    view, stats = cache.view(), cache.stats()
+    for window in range(3):
+        device = (view.free, view.cached, view.referenced, view.reserved)
+        host = (view.host_free, view.host_cached, view.host_referenced, view.host_reserved)
+        assert sum(counts[window] for counts in device) == view.total[window]
+        assert sum(counts[window] for counts in host) == view.host_total[window]
+    assert view.host_total == (8, 8, 4)
+    for name in ("free", "cached", "referenced", "reserved"):
+        assert stats[f"wavepp_host_{name}_blocks"] == sum(getattr(view, f"host_{name}"))
+    assert stats["wavepp_reserved_blocks"] == sum(view.reserved)
+    assert stats["wavepp_offloaded_blocks_total"] > 0
+
+
+def test_news_of_windows_promised_by_count() -> None:
+    """[algorithms 8.4] A lease, a promise and a publication change what is available."""
+    cache = make_cache(20, recurrent(6))
+    serve(cache, 1, "abc", points=(2,))
+    learn(cache, 2, "abX", points=(2,))
+    assert not grows(cache, lambda: cache.acquire(2, 1, 2))
+    assert grows(cache, lambda: cache.release(2))
+    made = install(cache, 3, "xyz", points=(2,))
+    assert made.states[0].snapshots[0][0] == 2
+    assert grows(cache, lambda: cache.publish(3, 2, (2,)))
+    assert not grows(cache, lambda: cache.publish(3, 3))
+    assert grows(cache, lambda: cache.free(3))
