@@ -31,7 +31,7 @@ from wavepp_worker.admission.commands import (
     ShutDown,
     Transition,
 )
-from wavepp_worker.admission.decide import Action
+from wavepp_worker.admission.decide import Action, Verdict
 from wavepp_worker.admission.events import (
     Announced,
     BroadcastReceived,
@@ -71,10 +71,23 @@ END_S = 60.0  # of virtual time; far beyond what any world needs
 class FlakyCache(RankCache):
     """Refuses now and then without need: the only way to see a failing solo attempt here."""
 
-    def __init__(self, *, chance: float, rng: random.Random, slots: int, fraction: float) -> None:
+    def __init__(
+        self,
+        *,
+        chance: float,
+        rng: random.Random,
+        slots: int,
+        fraction: float,
+        seems_sparse: bool,
+    ) -> None:
         super().__init__([WindowSpec(slots=slots)], BLOCK_TOKENS, fraction, 4)
         self.chance = chance
         self.rng = rng
+        self.seems_sparse = seems_sparse
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.seems_sparse
 
     def prepare(self, rid: int, *, no_floor: bool = False) -> Prepared | Shortfall:
         if not no_floor and self.rng.random() < self.chance:
@@ -147,7 +160,7 @@ class World:
         self.strip_chance = rng.choice([0.0, 0.0, 0.1])
         self.repeat_chance = rng.choice([0.0, 0.1])
         self.storm_chance = rng.choice([0.0, 0.2, 0.6])  # evictions between hint and lease
-        self.is_hybrid_like = rng.random() < 0.3  # trims do not commit in the same step
+        seems_sparse = rng.random() < 0.3  # trims do not commit in the same step
         self.ranks: list[InlineRank] = []
         for rank in range(self.stages):
             settings = AdmissionSettings(
@@ -155,6 +168,7 @@ class World:
                 stages=self.stages,
                 epoch=EPOCH,
                 block_tokens=BLOCK_TOKENS,
+                snapshot_interval_tokens=4 * BLOCK_TOKENS,
                 headroom_tokens=self.headroom,
                 floor_fraction=fraction,
                 floor_headroom_blocks=4,
@@ -170,8 +184,9 @@ class World:
                 rng=random.Random(f"{seed} {rank}"),
                 slots=self.slots[rank],
                 fraction=fraction,
+                seems_sparse=seems_sparse and rank == self.stages - 1,
             )
-            inline = InlineRank(settings, cache, cache_is_hybrid=self.is_hybrid_like)
+            inline = InlineRank(settings, cache)
             self.ranks.append(inline)
             self.observe(rank, inline)
         self.loops = [Loop(self, rank) for rank in range(self.stages)]
@@ -408,7 +423,9 @@ class World:
                 assert self.bypasses[older] <= self.batch - 1
             assert records[older].phase != RecordPhase.RELEASE, f"{rid} passes failed {older}"
 
-    def check_merge(self, rank: int, gathered: RoundGathered, verdicts: dict[int, object]) -> None:
+    def check_merge(
+        self, rank: int, gathered: RoundGathered, verdicts: dict[Record, Verdict]
+    ) -> None:
         for request in self.ranks[rank].machine._replica.requests.values():
             key = (gathered.round, request.rid)
             assert self.candidates.setdefault(key, request.candidate) == request.candidate  # I7
@@ -419,9 +436,9 @@ class World:
         for request in self.ranks[rank].machine._replica.requests.values():
             if rank == 0 and len(self.hints[request.rid]) == self.stages:
                 assert request.candidate == min(self.hints[request.rid].values())  # I7
-        for rid, verdict in verdicts.items():
-            if verdict.action is Action.ADMIT:  # type: ignore[attr-defined]  # I13
-                votes = [next(a for a in v.votes if a.rid == rid) for v in gathered.votes]
+        for record, verdict in verdicts.items():
+            if verdict.action is Action.ADMIT:  # I13
+                votes = [next(a for a in v.votes if a.rid == record.rid) for v in gathered.votes]
                 assert {(v.attempt, v.endpoint, v.is_committed) for v in votes} == {
                     (votes[0].attempt, votes[0].endpoint, True)
                 }
@@ -441,7 +458,7 @@ class World:
             tokens = (rng.choice(families)[:shared] + rng.randbytes(4 * size))[: 4 * size]
             self.prompts[rid] = tokens
             keys = sequence_keys(tokens, BLOCK_TOKENS, SCOPE)
-            announce = Announce(rid, size, keys, tokens, (), Sampling(seed=rid))
+            announce = Announce(rid, size, keys, tokens, Sampling(seed=rid))
             self.at(when, lambda announce=announce: self.take(0, Announced(announce)))
             if rng.random() < 0.1:
                 self.at(when, lambda announce=announce: self.announce_again(announce))

@@ -21,11 +21,12 @@ class Section(Struct, frozen=True):
 
 
 class Learn(Section, frozen=True):
-    """Remember a request's keys; no references."""
+    """Remember a request's keys and the points where a state may be kept; no references."""
 
     rid: int
     prompt_tokens: int
     keys: bytes
+    snapshot_points: tuple[int, ...] = ()
 
 
 class Probe(Section, frozen=True):
@@ -85,7 +86,7 @@ class Forget(Section, frozen=True):
 
 
 class ReadCapacity(Section, frozen=True):
-    """Read available and total tokens, capacity generation and index version, together."""
+    """Read what a vote says of this rank's pools, and the version of its index, together."""
 
 
 # ── outward commands ─────────────────────────────────────────────────────────────────────────
@@ -139,7 +140,10 @@ class SendCacheView(Outward, frozen=True):
 
 
 class ReportReady(Outward, frozen=True):
-    """Rank 0, to serving, once: every rank voted; the smallest rank's cache in tokens."""
+    """Rank 0, to serving, once: every rank voted; the smallest rank's cache in tokens.
+
+    UNLIMITED_TOKENS if no rank has a dense window: then the length of a prompt costs no slots.
+    """
 
     total_tokens: int
 

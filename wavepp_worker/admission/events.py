@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from wavepp_worker.wire.mailbox import Announce, Copy
+from wavepp_worker.wire.mailbox import Announce, Copy, StateSlots
 from wavepp_worker.wire.rounds import RoundBcast, RoundGathered, RoundVote
 
 
@@ -96,9 +96,10 @@ class SectionDone(SectionResult, frozen=True):
 
 
 class HintProbed(SectionResult, frozen=True):
-    """The rank's hint endpoint, in tokens."""
+    """The rank's hint endpoint, in tokens, and the version of the index that says so."""
 
     endpoint: int
+    index_version: int
 
 
 class LeaseTaken(SectionResult, frozen=True):
@@ -127,12 +128,21 @@ class SequenceMade(SectionResult, frozen=True):
     endpoint: int
     tables: tuple[tuple[int, ...], ...]
     copies: tuple[Copy, ...]
+    states: tuple[StateSlots, ...]
 
 
 class CapacityRead(SectionResult, frozen=True):
-    """What a vote says about this rank's pools, and the version of its hint index."""
+    """What a vote says about this rank's pools, and the version of its hint index.
+
+    Attributes:
+        available_tokens, total_tokens: of dense windows; UNLIMITED_TOKENS without one.  [A50]
+        is_sparse: not every boundary of what is held can be resumed.
+        has_states: some window is recurrent, so snapshot points are wanted.
+    """
 
     available_tokens: int
     generation: int
     total_tokens: int
     index_version: int
+    is_sparse: bool
+    has_states: bool

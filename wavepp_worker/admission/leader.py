@@ -9,7 +9,9 @@ can admit a request that the same round cancels.  [algorithms 8, 9.3-9.5, 14]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import structs
 
 from wavepp_worker.admission import limits
 from wavepp_worker.admission.commands import (
@@ -23,11 +25,14 @@ from wavepp_worker.admission.commands import (
 from wavepp_worker.admission.decide import Action, Verdict
 from wavepp_worker.admission.queue import AdmissionQueue
 from wavepp_worker.admission.replica import Replica
-from wavepp_worker.admission.request import Attempt, LeaderRequest
+from wavepp_worker.admission.request import LeaderRequest
+from wavepp_worker.admission.selection import Selection
 from wavepp_worker.admission.settings import AdmissionSettings
-from wavepp_worker.base.errors import InvariantError, PeerError, check
+from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.base.limits import ANNOUNCE_BYTES_PER_ROUND, ANNOUNCES_PER_ROUND
+from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import Instant
+from wavepp_worker.cache.snapshots import snapshot_points
 from wavepp_worker.wire.mailbox import Announce
 from wavepp_worker.wire.rounds import (
     FLAG_COMMIT,
@@ -47,7 +52,6 @@ class Leader:
     def __init__(
         self,
         settings: AdmissionSettings,
-        is_hybrid: bool,
         replica: Replica,
         emit: Callable[[Outward], None],
     ) -> None:
@@ -57,8 +61,8 @@ class Leader:
             [*Action, "solo", "last_resort", "oversized", "cancel", "drop", "reject", "refused"], 0
         )
         self._settings = settings
-        self._is_hybrid = is_hybrid
         self._replica = replica
+        self._selection = Selection(settings, self.queue, replica, self.counts)
         self._emit = emit
         self._seq_last = 0
         self._arrivals: dict[int, AnnounceEntry] = {}
@@ -73,11 +77,16 @@ class Leader:
     # ── arrivals ─────────────────────────────────────────────────────────────────────────────
 
     def announce(self, announce: Announce, now: Instant) -> None:
-        """Take a request in, or refuse it when the worker is full."""
+        """Take a request in, or refuse it when the worker is full.
+
+        An id that is alive, or still drains on some rank, changes nothing: it was delivered before.
+        """
         rid = announce.rid
         if rid in self.requests:
-            return  # delivered before
+            mark("admission.announced_again")
+            return
         if len(self.requests) >= self._settings.queue_requests_max:
+            mark("admission.refused_queue_full")
             self.counts["refused"] += 1
             self._emit(ReportRejected(rid, "overloaded", "the worker's request queue is full"))
             return
@@ -88,7 +97,6 @@ class Leader:
             seq=self._seq_last,
             prompt_tokens=announce.prompt_tokens,
             keys=announce.keys,
-            snapshot_points=announce.snapshot_points,
             sampling=announce.sampling,
         )
         self._replica.prompts[rid] = (announce.tokens, now)
@@ -101,6 +109,7 @@ class Leader:
         request.is_cancelled = True
         self.counts["cancel"] += 1
         if rid in self._arrivals:
+            mark("admission.cancel_arrival")
             self._end(request)
         else:
             self._cancel_wishes[rid] = request
@@ -153,9 +162,12 @@ class Leader:
     def _act_on_cancels(self) -> None:
         for rid, request in self._cancel_wishes.items():
             if request.ino:
+                mark("admission.cancel_admitted")
                 self.counts["drop"] += 1
                 self._emit(SendDrop(rid, request.ino))
             else:
+                is_open = request.attempt is not None
+                mark("admission.cancel_attempt" if is_open else "admission.cancel_waiting")
                 self.queue.withdraw(request)
                 self._cancelling[rid] = request
         self._cancel_wishes.clear()
@@ -166,52 +178,66 @@ class Leader:
         key_bytes = 0
         for entry in list(self._arrivals.values()) if self._votes else []:
             request = self.requests[entry.rid]
-            if not limits.can_ever_fit(self._settings, entry.prompt_tokens, self._total_tokens()):
+            total_tokens = limits.smallest_total(self._votes)
+            if not limits.can_ever_fit(self._settings, entry.prompt_tokens, total_tokens):
+                mark("admission.rejected_size")
                 self._reject(
                     request,
                     "prompt_too_long_for_cache",
                     f"the prompt of {entry.prompt_tokens} tokens exceeds the cache of "
-                    f"{self._total_tokens()} tokens",
+                    f"{total_tokens} tokens",
                 )
                 self._end(request)
                 continue
             key_bytes += len(entry.keys)
             is_full = len(entries) >= ANNOUNCES_PER_ROUND or key_bytes > ANNOUNCE_BYTES_PER_ROUND
             if entries and is_full:
+                mark("admission.announces_full")
                 break
             del self._arrivals[entry.rid]
             self.queue.add(request)
-            entries.append(entry)
+            entries.append(self._with_points(entry))
         return tuple(entries)
+
+    def _with_points(self, entry: AnnounceEntry) -> AnnounceEntry:
+        """Choose where the request's states may be kept, if some rank keeps any.  [A33]"""
+        if not any(vote.has_states for vote in self._votes):
+            return entry
+        block_tokens = self._settings.block_tokens
+        interval_tokens = self._settings.snapshot_interval_tokens
+        points = snapshot_points(entry.prompt_tokens, block_tokens, interval_tokens)
+        return structs.replace(entry, snapshot_points=points)
 
     # ── decision ─────────────────────────────────────────────────────────────────────────────
 
     def decide(
-        self, votes: Sequence[RoundVote], verdicts: dict[int, Verdict], now: Instant
+        self, votes: Sequence[RoundVote], verdicts: Mapping[Record, Verdict], now: Instant
     ) -> None:
         """Act on one merged round, then select.  [algorithms 9.4]"""
         is_first = not self._votes
         self._votes = votes
         if is_first:
-            self._emit(ReportReady(self._total_tokens()))
+            self._emit(ReportReady(limits.smallest_total(votes)))
         for vote in votes:
             self._note(vote)
         for request in self.queue.open_attempts():
-            if request.rid in verdicts:
-                self._follow(request, verdicts[request.rid], now)
+            # One of a record that is not the latest says nothing.  [I32]
+            verdict = verdicts.get(request.attempt.record) if request.attempt else None
+            if verdict is not None:
+                self._follow(request, verdict, now)
         for vote in votes:
             for rid in vote.gone:
                 self._note_gone(rid, vote.rank)
-        self._select(now)
+        self._selection.select(votes, now)
         self._report_admitting()
         self._unhurried_s = self._unhurried()
 
     def _note(self, vote: RoundVote) -> None:
-        if vote.fatal:
-            raise PeerError(f"rank {vote.rank} failed: {vote.fatal}")
         for rid in vote.installed:
             request = self.requests[rid]
             request.installed.add(vote.rank)
+            if rid in vote.gone:
+                mark("admission.gone_with_installed")  # S10
             if len(request.installed) == self._settings.stages:
                 self.queue.pending.pop(rid, None)
         for answer in vote.votes:
@@ -227,12 +253,15 @@ class Leader:
         if attempt is None:
             raise InvariantError(f"verdict on request {request.rid}, which has no open attempt")
         self.counts[verdict.action] += 1
+        mark(f"admission.{verdict.action}")
         phase = attempt.record.phase
         flags = attempt.record.flags & FLAG_NO_FLOOR
         match verdict.action:
             case Action.REPEAT:
                 return
             case Action.ADMIT:
+                if request.is_cancelled:
+                    mark("admission.cancel_crossed")
                 self.queue.admit(request, self._replica.requests[request.rid].ino)
                 return
             case Action.CLOSE:
@@ -242,7 +271,8 @@ class Leader:
                 phase = RecordPhase.COMMIT
             case Action.TRIM:
                 phase = RecordPhase.TRIM
-                flags |= 0 if self._is_hybrid else FLAG_COMMIT
+                # A sparse rank may land below: then a commit here would have to be undone.  [A10]
+                flags |= 0 if any(vote.is_sparse for vote in self._votes) else FLAG_COMMIT
             case Action.RETRY:
                 phase = RecordPhase.LEASE
                 flags |= FLAG_COMMIT if self._settings.auto_commit else 0
@@ -272,72 +302,6 @@ class Leader:
         if len(request.gone) == self._settings.stages:
             self._end(request)
 
-    # ── selection ────────────────────────────────────────────────────────────────────────────
-
-    def _select(self, now: Instant) -> None:
-        """Open attempts in arrival order, until one is refused.  [P-ADMISSION]"""
-        for request in self.queue.waiting():
-            if request.is_cancelled:
-                continue
-            if request.must_wait:
-                if now < request.retry_at or not self.queue.has_news(request, self._votes):
-                    return
-                request.must_wait = False
-            known = self._replica.requests[request.rid]
-            if known.candidate is None or not self._replica.is_ready(known):
-                if request.has_failed:
-                    return
-                continue
-            attempt = self._grant(request, known.candidate)
-            if attempt is None:
-                return
-            request.attempt_number += 1
-            self.queue.open(request, attempt)
-
-    def _grant(self, request: LeaderRequest, candidate: int) -> Attempt | None:
-        """Return the attempt that may be opened for the oldest waiting request, or None."""
-        settings, pending = self._settings, self.queue.pending
-        if len(pending) >= settings.batch_requests_max:
-            return None
-        if request.has_failed and pending:
-            return None
-        if any(other.has_failed for other in pending.values()):
-            return None
-        was_quiet = self.queue.is_quiet(request)
-        is_last_resort = request.is_last_resort_due and was_quiet
-        is_oversized = limits.is_oversized(settings, request.prompt_tokens, self._total_tokens())
-        if is_last_resort:
-            candidate = 0
-        else:
-            if is_oversized and any(other.is_oversized for other in pending.values()):
-                return None
-            headroom_tokens = 0 if is_oversized else settings.headroom_tokens
-            need_tokens = request.prompt_tokens - candidate
-            unreported = [self._unreported_tokens(rank) for rank in range(settings.stages)]
-            if not limits.has_room(need_tokens, headroom_tokens, self._votes, unreported):
-                return None
-        self.counts["last_resort"] += is_last_resort
-        self.counts["oversized"] += is_oversized
-        self.counts["solo"] += request.has_failed
-        flags = FLAG_COMMIT if settings.auto_commit else 0
-        flags |= FLAG_NO_FLOOR if is_oversized or is_last_resort else 0
-        number = request.attempt_number + 1
-        return Attempt(
-            record=Record(request.rid, number, RecordPhase.LEASE, candidate, flags),
-            is_oversized=is_oversized,
-            is_solo=request.has_failed,
-            is_last_resort=is_last_resort,
-            was_quiet=was_quiet,
-        )
-
-    def _unreported_tokens(self, rank: int) -> int:
-        """Return what pending attempts need that `rank`'s last vote does not show yet."""
-        return sum(
-            other.prompt_tokens - other.attempt.record.endpoint
-            for other in self.queue.pending.values()
-            if other.attempt is not None and rank not in other.attempt.reported
-        )
-
     # ── ends ─────────────────────────────────────────────────────────────────────────────────
 
     def _reject(self, request: LeaderRequest, code: str, text: str) -> None:
@@ -356,9 +320,6 @@ class Leader:
             self._emit(ReportRejected(rid, *request.rejection))
         else:
             self._emit(ReportGone(rid))
-
-    def _total_tokens(self) -> int:
-        return min(vote.total_tokens for vote in self._votes)
 
     def _report_admitting(self) -> None:
         count = len(self.queue.open_attempts())

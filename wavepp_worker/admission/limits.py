@@ -18,6 +18,14 @@ from wavepp_worker.cache.floors import floor_blocks
 from wavepp_worker.wire.rounds import RoundVote
 
 
+def smallest_total(votes: Sequence[RoundVote]) -> int:
+    """Return the tokens of the smallest dense pool; UNLIMITED_TOKENS if no rank has one.  [A50]
+
+    Other pools never refuse a prompt for its length: they need a fixed number of slots.
+    """
+    return min(vote.total_tokens for vote in votes)
+
+
 def can_ever_fit(settings: AdmissionSettings, prompt_tokens: int, total_tokens: int) -> bool:
     """Return whether the whole prompt fits the smallest rank's empty pool."""
     return ceil_div(prompt_tokens, settings.block_tokens) * settings.block_tokens <= total_tokens
@@ -26,7 +34,8 @@ def can_ever_fit(settings: AdmissionSettings, prompt_tokens: int, total_tokens: 
 def is_oversized(settings: AdmissionSettings, prompt_tokens: int, total_tokens: int) -> bool:
     """Return whether the whole footprint does not fit beside the margin.  [A17]
 
-    The reused prefix counts: once leased it occupies slots like the rest.
+    The reused prefix counts: once leased it occupies slots like the rest.  The smallest pool
+    decides, because a larger one leaves more beside its own floor.
     """
     total_blocks = total_tokens // settings.block_tokens
     floor = floor_blocks(total_blocks, settings.floor_fraction, settings.floor_headroom_blocks)

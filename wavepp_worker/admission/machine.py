@@ -34,10 +34,12 @@ from wavepp_worker.admission.events import (
     ViewRequested,
     VoteReceived,
 )
+from wavepp_worker.admission.flow import Flow
 from wavepp_worker.admission.leader import Leader
-from wavepp_worker.admission.replica import Flow, Replica
+from wavepp_worker.admission.replica import Replica
 from wavepp_worker.admission.settings import AdmissionSettings
 from wavepp_worker.base.errors import InvariantError, PeerError, check
+from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import Instant
 from wavepp_worker.wire.rounds import RoundBcast, RoundGathered, RoundVote
 
@@ -51,19 +53,15 @@ class AdmissionMachine:
         is_stopped: a shutdown broadcast was applied; everything else is ignored.
     """
 
-    def __init__(self, settings: AdmissionSettings, cache_is_hybrid: bool = False) -> None:
+    def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
         self.round_started_at: Instant | None = None
         self.is_stopped = False
         self._out: list[Command] = []
         self._flow: Flow[None] | None = None  # suspended at a section
-        self._replica = Replica(
-            settings, cache_is_hybrid and settings.hint_refine, self._out.append
-        )
+        self._replica = Replica(settings, self._out.append)
         self._leader = (
-            Leader(settings, cache_is_hybrid, self._replica, self._out.append)
-            if settings.is_leader
-            else None
+            Leader(settings, self._replica, self._out.append) if settings.is_leader else None
         )
         self._votes: dict[int, RoundVote] = {}  # leader: of the open round
         self._last_start: Instant | None = None
@@ -185,8 +183,10 @@ class AdmissionMachine:
             and vote.rank not in self._votes
         )
         if not is_expected:
-            self._stale_count += 1
+            self._note_stale("admission.stale_vote")
             return
+        if vote.fatal:  # at once: the other ranks may never answer this round
+            raise PeerError(f"rank {vote.rank} failed: {vote.fatal}")
         yield from self._collect(vote, now)
 
     def _collect(self, vote: RoundVote, now: Instant) -> Flow[None]:
@@ -208,7 +208,7 @@ class AdmissionMachine:
     def _follow(self, bcast: RoundBcast, now: Instant) -> Flow[None]:
         check(self._leader is None, "the leader was sent a broadcast", round=bcast.round)
         if bcast.epoch != self.settings.epoch or bcast.round <= self._replica.round:
-            self._stale_count += 1
+            self._note_stale("admission.stale_broadcast")
             return
         if bcast.round != self._replica.round + 1:
             raise PeerError(f"round {bcast.round} came after round {self._replica.round}")
@@ -223,7 +223,7 @@ class AdmissionMachine:
         is_open = self._replica.open_bcast is not None
         is_expected = gathered.epoch == self.settings.epoch and is_open
         if not is_expected or gathered.round != self._replica.round:
-            self._stale_count += 1
+            self._note_stale("admission.stale_gathered")
             return
         yield from self._replica.merge(gathered, now)
 
@@ -231,6 +231,11 @@ class AdmissionMachine:
         if bcast.view_request:
             self._out.append(SendCacheView(bcast.view_request))
         return (yield from self._replica.apply(bcast, now))
+
+    def _note_stale(self, name: str) -> None:
+        """A frame of the past, or of another epoch, changes nothing.  [I32]"""
+        mark(name)
+        self._stale_count += 1
 
     def _stop(self, reason: str) -> None:
         self.is_stopped = True

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from wavepp_worker.admission.request import Attempt, LeaderRequest
 from wavepp_worker.base.errors import check
+from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import Instant
 from wavepp_worker.wire.rounds import RoundVote
 
@@ -100,14 +101,16 @@ class AdmissionQueue:
 
     def has_news(self, request: LeaderRequest, votes: Sequence[RoundVote]) -> bool:
         """Return whether a waiting request has a reason to be tried again."""
-        return (
-            request.has_closed_companion
-            or any(
-                votes[rank].capacity_generation > generation
-                for rank, generation in request.failures
-            )
-            or self.is_quiet(request)
-        )
+        if request.has_closed_companion:
+            mark("admission.news_companion")
+            return True
+        if any(votes[rank].capacity_generation > known for rank, known in request.failures):
+            mark("admission.news_capacity")
+            return True
+        if self.is_quiet(request):
+            mark("admission.news_quiet")
+            return True
+        return False
 
     def _drop_attempt(self, request: LeaderRequest) -> None:
         was_open = request.attempt is not None

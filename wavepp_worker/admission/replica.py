@@ -1,8 +1,5 @@
 """What every rank does in a round, the leader included: apply the broadcast, vote, merge.
 
-Each method that touches the cache is a generator: it yields one section and receives its result.
-So the order of sections is the order of the code, and the machine stays free of callbacks.
-
     apply   cancels, announces, records by arrival order, hint refresh -> this rank's vote
     merge   all votes of the round -> candidates; ADMITTED requests are installed, in `seq` order
 
@@ -11,75 +8,43 @@ Both are the same function of the same messages on every rank.  [P-ROUNDS, algor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable
 
+from wavepp_worker.admission.attempts import Attempts
 from wavepp_worker.admission.commands import (
-    AcquireLease,
-    CommitEscrow,
     Forget,
     Learn,
     Materialize,
     Outward,
-    PrepareEscrow,
-    Probe,
     ReadCapacity,
-    ReleaseAttempt,
-    Section,
     SendInstall,
     Transition,
-    TrimLease,
 )
 from wavepp_worker.admission.decide import Action, Verdict, answers_to, reconcile
-from wavepp_worker.admission.events import (
-    CapacityRead,
-    EscrowShort,
-    HintProbed,
-    LeaseTaken,
-    SectionResult,
-    SequenceMade,
-)
+from wavepp_worker.admission.events import CapacityRead, SequenceMade
+from wavepp_worker.admission.flow import Flow, expect
+from wavepp_worker.admission.hints import Hints
 from wavepp_worker.admission.phases import Phase
 from wavepp_worker.admission.request import RankRequest
 from wavepp_worker.admission.settings import AdmissionSettings
 from wavepp_worker.base.errors import InvariantError, check
+from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import Instant
 from wavepp_worker.wire.mailbox import Install
 from wavepp_worker.wire.rounds import (
-    FLAG_COMMIT,
-    FLAG_NO_FLOOR,
     AnnounceEntry,
-    HintVote,
     Record,
-    RecordPhase,
     RecordVote,
     RoundBcast,
     RoundGathered,
     RoundVote,
-    VoteStatus,
 )
-
-T = TypeVar("T")
-R = TypeVar("R", bound=SectionResult)
-Flow = Generator[Section, SectionResult, T]
-
-
-def expect(result: SectionResult, kind: type[R]) -> R:
-    """Return `result`, which must be of this kind."""
-    if not isinstance(result, kind):
-        raise InvariantError(f"a section answered {result!r}, expected {kind.__name__}")
-    return result
 
 
 class Replica:
     """One rank's view of all live requests."""
 
-    def __init__(
-        self,
-        settings: AdmissionSettings,
-        is_refining: bool,
-        emit: Callable[[Outward], None],
-    ) -> None:
+    def __init__(self, settings: AdmissionSettings, emit: Callable[[Outward], None]) -> None:
         self.requests: dict[int, RankRequest] = {}  # in seq order
         # Rank 0: tokens and arrival, until Install takes them.
         self.prompts: dict[int, tuple[bytes, Instant]] = {}
@@ -87,22 +52,16 @@ class Replica:
         self.ino = 0  # ADMITTED decisions so far
         self.open_bcast: RoundBcast | None = None  # applied, not merged yet
         self._settings = settings
-        self._is_refining = is_refining
         self._emit = emit
+        self._hints = Hints(settings)
+        self._attempts = Attempts(self._move)
         self._seq_last = 0
-        self._probed_version = 0  # of the hint index, at the last refresh
-        self._refreshed_at: Instant | None = None
-        self._hints_due: dict[int, int] = {}
         self._installed_due: list[int] = []
         self._gone_due: list[int] = []
 
     def is_ready(self, request: RankRequest) -> bool:
         """Return whether the candidate is known and, if hints are refined, has settled."""
-        if request.candidate is None:
-            return False
-        return not self._is_refining or all(
-            hint == request.candidate for hint in request.hints.values()
-        )
+        return self._hints.is_settled(request)
 
     def apply(self, bcast: RoundBcast, now: Instant) -> Flow[RoundVote]:
         """Do what the broadcast asks, in the order that is the same on all ranks."""
@@ -115,28 +74,31 @@ class Replica:
             yield from self._announce(entry, now)
         votes = []
         for record in bcast.records:
-            votes.append((yield from self._answer(record, now)))  # noqa: PERF401 (generator)
+            request = self.requests.get(record.rid)
+            votes.append((yield from self._attempts.answer(request, record, now)))
         capacity = expect((yield ReadCapacity()), CapacityRead)
-        yield from self._refresh_hints(capacity.index_version, now)
+        yield from self._hints.refresh(self.requests, capacity.index_version, now)
         return self._vote(tuple(votes), capacity)
 
-    def merge(self, gathered: RoundGathered, now: Instant) -> Flow[dict[int, Verdict]]:
+    def merge(self, gathered: RoundGathered, now: Instant) -> Flow[dict[Record, Verdict]]:
         """Derive candidates and admissions; return the verdict on each record of the round.
 
         An admission, its materialization and its Install are one step, before anything of the
-        next broadcast.  [A44]
+        next broadcast.  [A44]  Verdicts are known by their records: one on a record that is not
+        the leader's latest for its request says nothing to anybody.
         """
         bcast, self.open_bcast = self.open_bcast, None
         if bcast is None or bcast.round != gathered.round:
             raise InvariantError(f"merge of round {gathered.round}, which is not open")
-        self._merge_hints(gathered, now)
-        verdicts: dict[int, Verdict] = {}
+        for known in self._hints.merge(self.requests, gathered.votes):
+            self._move(known, Phase.HINTED, now, f"candidate {known.candidate}")
+        verdicts: dict[Record, Verdict] = {}
         for record in bcast.records:
             request = self.requests.get(record.rid)
             if request is not None and request.phase is Phase.ADMITTED:
                 continue
             verdict = reconcile(record, answers_to(record, gathered.votes))
-            verdicts[record.rid] = verdict
+            verdicts[record] = verdict
             if verdict.action is Action.ADMIT:
                 if request is None:
                     raise InvariantError(f"request {record.rid} was admitted, but is unknown here")
@@ -150,105 +112,16 @@ class Replica:
             raise InvariantError(f"request {rid} was freed, but is not installed here")
         yield from self._end(request, now, "freed")
 
-    # ── records ──────────────────────────────────────────────────────────────────────────────
-
-    def _answer(self, record: Record, now: Instant) -> Flow[RecordVote]:
-        """Execute a new record; answer a repeated or an old one without doing anything.  [I30]"""
-        request = self.requests.get(record.rid)
-        if request is None:
-            return RecordVote(
-                rid=record.rid,
-                attempt=record.attempt,
-                phase=record.phase,
-                status=VoteStatus.UNKNOWN_RID,
-                endpoint=0,
-            )
-        if request.answer is not None:
-            is_old = record.attempt < request.attempt or request.phase is Phase.ADMITTED
-            known = request.answer if is_old else request.answers.get(record)
-            if known is not None:
-                return known
-        if record.attempt > request.attempt:
-            request.answers.clear()
-        status, generation = yield from self._execute(request, record, now)
-        vote = RecordVote(
-            rid=record.rid,
-            attempt=record.attempt,
-            phase=record.phase,
-            status=status,
-            endpoint=request.endpoint,
-            is_committed=status == VoteStatus.COMMITTED,
-            generation=generation,
-        )
-        request.answers[record] = request.answer = vote
-        return vote
-
-    def _execute(
-        self, request: RankRequest, record: Record, now: Instant
-    ) -> Flow[tuple[VoteStatus, int]]:
-        no_floor = bool(record.flags & FLAG_NO_FLOOR)
-        is_lease = record.phase == RecordPhase.LEASE
-        check(
-            record.attempt > request.attempt if is_lease else record.attempt == request.attempt,
-            "a record does not follow this rank's state",
-            record=record,
-            attempt=request.attempt,
-        )
-        if record.phase == RecordPhase.RELEASE:
-            yield from self._release(request)
-            if request.phase is not Phase.HINTED:
-                self._move(request, Phase.HINTED, now, "released")
-            return VoteStatus.RELEASED, 0
-        if is_lease:
-            yield from self._release(request)
-            request.attempt = record.attempt
-            self._move(request, Phase.LEASING, now, f"attempt {record.attempt}")
-            lease = expect(
-                (yield AcquireLease(request.rid, record.attempt, record.endpoint)), LeaseTaken
-            )
-            request.endpoint = lease.endpoint
-            prepared = yield PrepareEscrow(request.rid, no_floor)
-            if isinstance(prepared, EscrowShort):
-                self._move(request, Phase.RELEASING, now, "prepare fell short")
-                return VoteStatus.PREP_FAILED, prepared.generation
-            request.is_holding = True
-            self._move(request, Phase.LEASED, now, f"lease {lease.endpoint} of {record.endpoint}")
-        check(
-            request.is_holding and request.phase is Phase.LEASED,
-            "a record names an attempt that holds nothing or is committed",
-            record=record,
-            phase=request.phase,
-        )
-        if record.phase == RecordPhase.TRIM:
-            lease = expect((yield TrimLease(request.rid, record.endpoint)), LeaseTaken)
-            request.endpoint = lease.endpoint
-            self._move(request, Phase.LEASED, now, f"trim to {lease.endpoint}")
-        is_exact = request.endpoint == record.endpoint
-        if record.phase == RecordPhase.COMMIT:
-            check(is_exact, "commit at an endpoint that is not leased", record=record)
-        elif not (is_exact and record.flags & FLAG_COMMIT):
-            return VoteStatus.PREPARED, 0
-        committed = yield CommitEscrow(request.rid, request.endpoint, no_floor)
-        if isinstance(committed, EscrowShort):
-            self._move(request, Phase.RELEASING, now, "commit fell short")
-            return VoteStatus.COMMIT_FAILED, committed.generation
-        self._move(request, Phase.COMMITTED, now, f"commit at {request.endpoint}")
-        return VoteStatus.COMMITTED, 0
-
-    def _release(self, request: RankRequest) -> Flow[None]:
-        if request.is_holding:
-            yield ReleaseAttempt(request.rid)
-            request.is_holding = False
-
     # ── other parts of a broadcast ───────────────────────────────────────────────────────────
 
     def _cancel(self, rid: int, now: Instant) -> Flow[None]:
         """End a request that is not ADMITTED here; an unknown one is gone already.  [14]"""
         request = self.requests.get(rid)
         if request is None:
+            mark("admission.cancel_repeated")
             self._gone_due.append(rid)
         elif request.phase is not Phase.ADMITTED:
-            yield from self._release(request)
+            yield from self._attempts.release(request)
             yield from self._end(request, now, "cancelled")
 
     def _announce(self, entry: AnnounceEntry, now: Instant) -> Flow[None]:
@@ -260,67 +133,33 @@ class Replica:
             seq=entry.seq,
             prompt_tokens=entry.prompt_tokens,
             sampling=entry.sampling if self._settings.is_last else None,
+            snapshot_points=entry.snapshot_points,
         )
         self.requests[entry.rid] = request
         self._emit(Transition(entry.rid, None, request.phase, now, "announced"))
-        yield Learn(entry.rid, entry.prompt_tokens, entry.keys)
-        yield from self._probe(request, None)
-
-    def _refresh_hints(self, index_version: int, now: Instant) -> Flow[None]:
-        """Probe the oldest waiting requests again if the index changed; refine candidates.
-
-        A candidate may rise while no attempt is open.  [A8, A9]
-        """
-        last = self._refreshed_at
-        is_due = last is None or now - last >= self._settings.round_idle_s
-        if self._is_refining:
-            for request in self.requests.values():
-                is_waiting = request.phase is Phase.HINTED and request.candidate is not None
-                if is_waiting and (request.hint or 0) > (request.candidate or 0):
-                    yield from self._probe(request, request.candidate)
-        elif index_version != self._probed_version and is_due:
-            self._probed_version, self._refreshed_at = index_version, now
-            waiting = [r for r in self.requests.values() if r.phase is Phase.HINTED]
-            for request in waiting[: self._settings.batch_requests_max]:
-                yield from self._probe(request, None)
-
-    def _probe(self, request: RankRequest, cap: int | None) -> Flow[None]:
-        probed = expect((yield Probe(request.rid, cap)), HintProbed)
-        if probed.endpoint != request.hint:
-            request.hint = self._hints_due[request.rid] = probed.endpoint
+        yield Learn(entry.rid, entry.prompt_tokens, entry.keys, entry.snapshot_points)
+        yield from self._hints.probe(request)
 
     def _vote(self, votes: tuple[RecordVote, ...], capacity: CapacityRead) -> RoundVote:
         vote = RoundVote(
             epoch=self._settings.epoch,
             round=self.round,
             rank=self._settings.rank,
-            hints=tuple(HintVote(rid, endpoint) for rid, endpoint in self._hints_due.items()),
+            hints=self._hints.take_votes(),
             votes=votes,
             installed=tuple(self._installed_due),
             gone=tuple(self._gone_due),
             available_tokens=capacity.available_tokens,
             capacity_generation=capacity.generation,
             total_tokens=capacity.total_tokens,
+            is_sparse=capacity.is_sparse,
+            has_states=capacity.has_states,
         )
-        self._hints_due.clear()
         self._installed_due.clear()
         self._gone_due.clear()
         return vote
 
     # ── merge ────────────────────────────────────────────────────────────────────────────────
-
-    def _merge_hints(self, gathered: RoundGathered, now: Instant) -> None:
-        for vote in gathered.votes:
-            for hint in vote.hints:
-                request = self.requests.get(hint.rid)
-                if request is None:
-                    continue
-                request.hints[vote.rank] = hint.endpoint
-                if len(request.hints) < self._settings.stages:
-                    continue
-                request.candidate = min(request.hints.values())
-                if request.phase is Phase.ANNOUNCED:
-                    self._move(request, Phase.HINTED, now, f"candidate {request.candidate}")
 
     def _admit(
         self, request: RankRequest, record: Record, endpoint: int, now: Instant
@@ -350,6 +189,8 @@ class Replica:
                     endpoint=endpoint,
                     tables=made.tables,
                     copies=made.copies,
+                    states=made.states,
+                    snapshot_points=request.snapshot_points if self._settings.is_leader else (),
                     tokens=tokens,
                     sampling=request.sampling,
                     announced_at=announced_at,

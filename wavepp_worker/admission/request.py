@@ -21,8 +21,11 @@ class RankRequest:
     seq: int
     prompt_tokens: int
     sampling: Sampling | None
+    snapshot_points: tuple[int, ...] = ()  # where chunks end and states may be kept
     phase: Phase = Phase.ANNOUNCED
-    hint: int | None = None  # this rank's last probe
+    hint: int | None = None  # this rank's last vote; None: it owes one
+    full_hint: int | None = None  # the last probe without a cap
+    probed_version: int | None = None  # of the hint index, at the last probe
     hints: dict[int, int] = field(default_factory=dict)  # rank -> voted hint
     candidate: int | None = None  # min over ranks, once all have voted
     attempt: int = 0

@@ -47,6 +47,7 @@ from wavepp_worker.admission.events import (
 )
 from wavepp_worker.admission.machine import AdmissionMachine
 from wavepp_worker.admission.settings import AdmissionSettings
+from wavepp_worker.base.errors import check
 from wavepp_worker.base.types import Instant
 from wavepp_worker.cache.outcomes import Committed, Prepared, Shortfall
 from wavepp_worker.cache.rank_cache import RankCache
@@ -56,11 +57,9 @@ from wavepp_worker.wire.mailbox import Freed, WaveDone
 class InlineRank:
     """One rank's AdmissionMachine on its RankCache."""
 
-    def __init__(
-        self, settings: AdmissionSettings, cache: RankCache, *, cache_is_hybrid: bool = False
-    ) -> None:
+    def __init__(self, settings: AdmissionSettings, cache: RankCache) -> None:
         self.cache = cache
-        self.machine = AdmissionMachine(settings, cache_is_hybrid)
+        self.machine = AdmissionMachine(settings)
 
     def handle(self, event: OutsideEvent, now: Instant) -> list[Outward]:
         """Return what to send after `event`, in order.
@@ -88,8 +87,12 @@ class InlineRank:
 
     def wave_done(self, done: WaveDone) -> None:
         """Publish what a wave of this rank has completed.  [algorithms 13]"""
+        points: dict[int, list[int]] = {rid: [] for rid, _ in done.ends}
+        for rid, point in done.snapshots:
+            check(rid in points, "a wave stored a state of a request it did not run", rid=rid)
+            points[rid].append(point)
         for rid, end in done.ends:
-            self.cache.publish(rid, end)
+            self.cache.publish(rid, end, points[rid])
 
     def freed(self, freed: Freed, now: Instant) -> list[Outward]:
         """Take a sequence's slots back; the next vote says that it is gone here."""
@@ -108,10 +111,10 @@ class InlineRank:
 def run_section(cache: RankCache, section: Section) -> SectionResult:  # noqa: PLR0911
     """Run one section to completion and return its result."""
     match section:
-        case Learn(rid=rid, prompt_tokens=prompt_tokens, keys=keys):
-            cache.learn(rid, prompt_tokens, keys)
+        case Learn():
+            cache.learn(section.rid, section.prompt_tokens, section.keys, section.snapshot_points)
         case Probe(rid=rid, cap=cap):
-            return HintProbed(cache.hint(rid, cap))
+            return HintProbed(cache.hint(rid, cap), cache.index_version)
         case AcquireLease(rid=rid, attempt=attempt, cap=cap):
             return LeaseTaken(cache.acquire(rid, attempt, cap))
         case TrimLease(rid=rid, cap=cap):
@@ -124,7 +127,7 @@ def run_section(cache: RankCache, section: Section) -> SectionResult:  # noqa: P
             cache.release(rid)
         case Materialize(rid=rid, ino=ino):
             made = cache.materialize(rid, ino)
-            return SequenceMade(made.endpoint, made.tables, made.copies)
+            return SequenceMade(made.endpoint, made.tables, made.copies, made.states)
         case Forget(rid=rid):
             cache.forget(rid)
         case ReadCapacity():
@@ -133,6 +136,8 @@ def run_section(cache: RankCache, section: Section) -> SectionResult:  # noqa: P
                 generation=cache.capacity_generation,
                 total_tokens=cache.total_tokens(),
                 index_version=cache.index_version,
+                is_sparse=cache.is_sparse,
+                has_states=cache.has_states,
             )
         case _:
             raise TypeError(f"not a section: {section!r}")

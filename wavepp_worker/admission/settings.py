@@ -16,6 +16,7 @@ class AdmissionSettings(Struct, frozen=True, kw_only=True):
     stages: int  # P
     epoch: int
     block_tokens: int  # B
+    snapshot_interval_tokens: int  # I_snap, a multiple of B; idle where no rank keeps states
     headroom_tokens: int  # kappa * 2 * P * M
     floor_fraction: float
     floor_headroom_blocks: int
@@ -49,6 +50,7 @@ def admission_settings(config: Config, plan: Plan, rank: int, epoch: int) -> Adm
         stages=len(plan.stages),
         epoch=epoch,
         block_tokens=plan.block_tokens,
+        snapshot_interval_tokens=plan.snapshot_interval_tokens,
         headroom_tokens=plan.headroom_tokens,
         floor_fraction=plan.floor_fraction,
         floor_headroom_blocks=plan.floor_headroom_blocks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -28,7 +28,7 @@ from wavepp_worker.admission.sections import InlineRank
 from wavepp_worker.admission.settings import AdmissionSettings
 from wavepp_worker.base.types import Instant
 from wavepp_worker.cache.outcomes import Committed, Materialized, Prepared, Shortfall
-from wavepp_worker.wire.mailbox import Announce, Freed, Sampling
+from wavepp_worker.wire.mailbox import Announce, Freed, Sampling, StateSlots
 from wavepp_worker.wire.rounds import Record, RoundBcast, RoundVote
 
 B = 4
@@ -55,6 +55,9 @@ class ScriptedCache:
         self.capacity_generation = 0
         self.index_version = 0
         self.leases: dict[int, int] = {}
+        self.points: dict[int, tuple[int, ...]] = {}  # rid -> snapshot points it was told
+        self.is_sparse = False
+        self.has_states = False
 
     def _best(self, rid: int, cap: int) -> int:
         return max([0, *(e for e in self.valid.get(rid, []) if e <= cap)])
@@ -67,8 +70,11 @@ class ScriptedCache:
             return True
         return False
 
-    def learn(self, rid: int, prompt_tokens: int, keys: bytes) -> None:
+    def learn(
+        self, rid: int, prompt_tokens: int, keys: bytes, snapshot_points: tuple[int, ...] = ()
+    ) -> None:
         self._call("learn", rid, prompt_tokens)
+        self.points[rid] = snapshot_points
 
     def forget(self, rid: int) -> None:
         assert rid not in self.leases
@@ -108,7 +114,13 @@ class ScriptedCache:
 
     def materialize(self, rid: int, ino: int) -> Materialized:
         self._call("materialize", rid, ino)
-        return Materialized(self.leases.pop(rid), ((1, 2, 3),))
+        states = (StateSlots(0, 7),) if self.has_states else ()
+        return Materialized(self.leases.pop(rid), ((1, 2, 3),), states=states)
+
+    def publish(self, rid: int, end: int, snapshots: Sequence[int] = ()) -> None:
+        self._call("publish", rid, end)
+        for point in snapshots:
+            self._call("snapshot", rid, point)
 
     def free(self, rid: int) -> None:
         self._call("free", rid)
@@ -137,7 +149,7 @@ class Fleet:
         stages: int,
         caches: list[object] | None = None,
         *,
-        hybrid: bool = False,
+        sparse: bool = False,
         **changes: object,
     ) -> None:
         self.now = 10.0
@@ -148,10 +160,11 @@ class Fleet:
             InlineRank(
                 make_settings(rank=rank, stages=stages, **changes),
                 cache,  # type: ignore[arg-type]
-                cache_is_hybrid=hybrid,
             )
             for rank, cache in enumerate(self.caches)
         ]
+        if sparse:
+            self.caches[-1].is_sparse = True  # one is enough
         self.bcasts: list[RoundBcast] = []
         self.votes: list[RoundVote] = []  # of the last round, followers only
         self.outward: list[list[Outward]] = [[] for _ in range(stages)]
@@ -173,7 +186,7 @@ class Fleet:
         for rid in rids:
             keys = bytes(32 * (tokens // B))
             prompt = rid.to_bytes(4, "little") * tokens
-            self.feed(0, Announced(Announce(rid, tokens, keys, prompt, (), Sampling(seed=rid))))
+            self.feed(0, Announced(Announce(rid, tokens, keys, prompt, Sampling(seed=rid))))
 
     def cancel(self, rid: int) -> None:
         self.feed(0, CancelRequested(rid))
@@ -242,6 +255,7 @@ def make_settings(**changes: object) -> AdmissionSettings:
         "stages": 1,
         "epoch": EPOCH,
         "block_tokens": B,
+        "snapshot_interval_tokens": 16 * B,
         "headroom_tokens": 0,
         "floor_fraction": 0.0,
         "floor_headroom_blocks": 0,

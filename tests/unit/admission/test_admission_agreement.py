@@ -76,7 +76,7 @@ SNAPSHOTS = ([64 * K, 72 * K, 90 * K], [64 * K, 80 * K])
 
 
 def test_x1_path_a_lowers_by_new_attempts() -> None:
-    fleet = fleet_of(*SNAPSHOTS, hybrid=True)
+    fleet = fleet_of(*SNAPSHOTS, sparse=True)
     fleet.round(3)
     assert steps(fleet) == [(1, LEASE, 80 * K), (2, LEASE, 72 * K), (3, LEASE, 64 * K)]
     assert endpoints(fleet) == [64 * K, 64 * K]
@@ -84,14 +84,14 @@ def test_x1_path_a_lowers_by_new_attempts() -> None:
 
 
 def test_x1_path_a_with_a_third_rank() -> None:
-    fleet = fleet_of(*SNAPSHOTS, [60 * K, 64 * K, 70 * K, 88 * K], hybrid=True)
+    fleet = fleet_of(*SNAPSHOTS, [60 * K, 64 * K, 70 * K, 88 * K], sparse=True)
     fleet.round(3)
     assert steps(fleet) == [(1, LEASE, 80 * K), (2, LEASE, 70 * K), (3, LEASE, 64 * K)]
     assert endpoints(fleet) == [64 * K] * 3
 
 
 def test_x1_path_b_lowers_by_trims() -> None:
-    fleet = fleet_of(*SNAPSHOTS, hybrid=True, auto_commit=False)
+    fleet = fleet_of(*SNAPSHOTS, sparse=True, auto_commit=False)
     fleet.round(4)
     assert steps(fleet) == [
         (1, LEASE, 80 * K),
@@ -105,7 +105,7 @@ def test_x1_path_b_lowers_by_trims() -> None:
 
 
 def test_x1_path_c_refines_hints_before_any_lease() -> None:
-    fleet = fleet_of(*SNAPSHOTS, hybrid=True, hint_refine=True)
+    fleet = fleet_of(*SNAPSHOTS, sparse=True, hint_refine=True)
     request = fleet.ranks[0].machine._replica.requests[RID]
     seen = [request.candidate]
     for _ in range(3):

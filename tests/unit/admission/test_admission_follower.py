@@ -207,6 +207,15 @@ def test_a_record_of_an_older_attempt_is_answered_with_the_current_state() -> No
     assert follower.cache.calls == []
 
 
+def test_answers_of_older_attempts_are_forgotten() -> None:
+    """However often a waiting head is tried, what a rank remembers of it stays small."""
+    follower = Follower().announced()
+    for attempt in range(1, 50):
+        follower.record(LEASE, attempt=attempt)
+        follower.record(RELEASE, 0, attempt=attempt, flags=0)
+    assert len(follower.rank.machine._replica.requests[RID].answers) == 2
+
+
 def test_an_unknown_request_is_named_as_such() -> None:
     follower = Follower()
     assert follower.record(RELEASE).status == VoteStatus.UNKNOWN_RID
@@ -456,7 +465,7 @@ def test_sections_are_answered_one_by_one() -> None:
     follower = Follower()
     machine = follower.rank.machine
     with pytest.raises(InvariantError, match="unasked"):
-        machine.handle(HintProbed(0), Instant(1.0))
+        machine.handle(HintProbed(0, 0), Instant(1.0))
     bcast = RoundBcast(EPOCH, 1, announces=(follower.entry,))
     machine.handle(BroadcastReceived(bcast), Instant(1.0))
     with pytest.raises(InvariantError, match="not answered"):

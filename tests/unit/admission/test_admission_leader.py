@@ -30,7 +30,13 @@ from wavepp_worker.cache.window import WindowSpec
 from wavepp_worker.config.derive import ModelFacts, derive
 from wavepp_worker.config.schema import Config, ModelConfig
 from wavepp_worker.wire.mailbox import Announce
-from wavepp_worker.wire.rounds import FLAG_COMMIT, FLAG_NO_FLOOR, RecordPhase, RoundVote
+from wavepp_worker.wire.rounds import (
+    FLAG_COMMIT,
+    FLAG_NO_FLOOR,
+    HintVote,
+    RecordPhase,
+    RoundVote,
+)
 
 LEASE, TRIM, COMMIT, RELEASE = RecordPhase
 
@@ -103,6 +109,7 @@ class TestLimits:
         config = Config(model=ModelConfig(path="m"))
         settings = admission_settings(config, derive(config, facts), rank=1, epoch=6)
         assert (settings.stages, settings.headroom_tokens) == (2, 2 * 2 * 16_384)
+        assert settings.snapshot_interval_tokens == 16_384  # M, unless configured otherwise
         assert (settings.is_leader, settings.is_last, settings.epoch) == (False, True, 6)
         assert (settings.round_min_s, settings.round_quiet_s) == (0.000_2, 0.05)
         assert not settings.is_strict
@@ -171,6 +178,18 @@ def test_the_fuller_rank_decides_and_reported_needs_are_not_counted_twice() -> N
     assert leases(fleet) == [1]
     fleet.round()  # the same vote that shows what 1 took leaves room for 2
     assert leases(fleet) == [2]
+
+
+def test_an_open_attempt_that_was_reported_is_not_counted_twice() -> None:
+    """The vote that says PREPARED shows what was taken: 44 + 60 > 100 does not matter any more."""
+    fleet = started(auto_commit=False)
+    for cache in fleet.caches:
+        cache.valid[1], cache.available = [16], 100
+    fleet.announce(1, 2, tokens=60)
+    fleet.round(2)
+    assert [(r.rid, r.phase) for r in fleet.records] == [(1, LEASE)]
+    fleet.round()
+    assert [(r.rid, r.phase) for r in fleet.records] == [(1, COMMIT), (2, LEASE)]
 
 
 def test_the_reused_prefix_is_not_needed_again() -> None:
@@ -378,6 +397,18 @@ class TestWaiting:
         fleet.round()
         assert (fleet.bcasts[-1].cancels, leases(fleet)) == ((2,), [3])
 
+    def test_the_end_of_a_companion_is_news_once(self) -> None:
+        """Else two requests that failed each other would keep a busy worker trying for ever."""
+        fleet = started()
+        fleet.announce(9)
+        fleet.round(3)  # 9 runs on, so it is never quiet
+        fleet.announce(1, 2)
+        fleet.caches[1].failures += [("prepare", 1), ("prepare", 1)]
+        fleet.caches[0].failures.append(("commit", 2))
+        fleet.round(40)
+        tried = {(r.rid, r.attempt) for bcast in fleet.bcasts for r in bcast.records if r.rid != 9}
+        assert tried == {(1, 1), (2, 1), (1, 2)}
+
     def test_a_cancelled_companion_is_news_when_it_is_gone(self) -> None:
         fleet = started()
         fleet.announce(9)
@@ -460,6 +491,37 @@ class TestLastResort:
         fleet.caches[1].failures.append(("prepare", 1))
         assert self.next_lease(fleet) == (0, FLAG_COMMIT)  # the first that is opened quiet
         assert self.next_lease(fleet) == (0, FLAG_COMMIT | FLAG_NO_FLOOR)
+
+    def test_not_when_an_older_request_runs_by_then(self) -> None:
+        """A52: quiet when the solo attempt failed, not quiet any more: floors and C as usual."""
+        fleet = started()
+        for cache in fleet.caches:
+            cache.valid[2] = [16]
+        fleet.announce(1)
+
+        def hide(vote: RoundVote) -> RoundVote:
+            return msgspec.structs.replace(vote, hints=())
+
+        fleet.round(edit=hide)  # 1 has no candidate yet, and blocks nobody
+        fleet.announce(2)
+        fleet.caches[1].failures += [("prepare", 2), ("prepare", 2)]
+        fleet.round()
+        assert self.next_lease(fleet) == (16, FLAG_COMMIT)
+        fleet.round()
+        fleet.wait(0.01)
+        assert self.next_lease(fleet) == (16, FLAG_COMMIT)  # alone and quiet
+        fleet.round()
+        assert fleet.leader.requests[2].is_last_resort_due
+
+        def tell(vote: RoundVote) -> RoundVote:
+            return msgspec.structs.replace(vote, hints=(HintVote(1, 0),))
+
+        fleet.round(edit=tell)
+        fleet.round(4)
+        assert fleet.installs[0].keys() == {1}
+        fleet.caches[1].capacity_generation += 1
+        fleet.round(2)
+        assert [(r.rid, r.endpoint, r.flags) for r in fleet.records] == [(2, 16, FLAG_COMMIT)]
 
     def test_its_failure_is_a_bug(self) -> None:
         fleet = self.quiet_solo_failed()
@@ -614,6 +676,7 @@ class TestCancel:
 
 
 def test_ready_is_reported_once_with_the_smallest_rank() -> None:
+    """FS-47: the common capacity is the least of all stages."""
     fleet = Fleet(2, [ScriptedCache(500), ScriptedCache(300)])
     fleet.round(3)
     assert fleet.sent(ReportReady) == [ReportReady(300)]
@@ -629,6 +692,7 @@ def test_arrivals_before_all_ranks_voted_wait_for_it() -> None:
 
 
 def test_prompts_that_never_fit_are_rejected_at_the_announce() -> None:
+    """FS-40: with both numbers; what fits is served."""
     fleet = Fleet(2, [ScriptedCache(500), ScriptedCache(300)])
     fleet.round()
     fleet.announce(1, tokens=301)
@@ -776,6 +840,18 @@ class TestVotes:
         fleet.feed(0, VoteReceived(fleet.votes[0]))
         fleet.round()
         assert fleet.ranks[0].machine.stats()["wavepp_rounds_total"] == 3
+
+    def test_a_rank_that_fails_ends_the_worker_before_the_others_answer(self) -> None:
+        fleet = started(stages=3)
+        now = fleet.votes[0].round + 1
+
+        def fail() -> None:
+            old = RoundVote(EPOCH - 1, now, 2, fatal="of an old epoch")
+            assert fleet.feed(0, VoteReceived(old)) == []
+            fleet.feed(0, VoteReceived(RoundVote(EPOCH, now, 2, fatal="no device")))
+
+        with pytest.raises(PeerError, match="rank 2 failed: no device"):
+            fleet.round(between=fail)
 
     def test_a_rank_that_fails_ends_the_worker(self) -> None:
         fleet = started()
