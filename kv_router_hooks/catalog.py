@@ -1,7 +1,8 @@
 """Tokens and chain position of every block that a router may have to be told about.  Pure.
 
 A rank's tree knows keys only; Dynamo's router wants the tokens.  The serving process has them
-while a request lives, and keeps those of a block for as long as some rank holds it.
+while a request lives, and keeps those of a block for as long as some rank holds it or a block
+after it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class TokenCatalog:
 
     def __getitem__(self, key: bytes) -> CatalogBlock:
         return self._blocks[key]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def __len__(self) -> int:
         return len(self._blocks)

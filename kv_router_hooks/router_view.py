@@ -1,7 +1,8 @@
 """What the router is told: every rank's `KvDelta` in, stored and removed blocks with tokens out.
 
-Pure.  Joins `Quorum` (who holds a block) and `TokenCatalog` (what is in it).  Memory is bounded
-by the blocks that ranks hold plus those of live requests.
+Pure.  Joins `Quorum` (who can resume a block) and `TokenCatalog` (what is in it).  Memory is
+bounded by the blocks that ranks hold, those before them on their chains, and those of live
+requests.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from msgspec import Struct
 
 from kv_router_hooks.catalog import TokenCatalog
 from kv_router_hooks.quorum import Change, Quorum, Stored
+from kv_router_hooks.window_rule import WindowRule
 from wavepp_worker.base.errors import PeerError
 
 
 class BlockStored(Struct, frozen=True):
-    """Every stage can resume after this block."""
+    """Every stage can resume a prefix that holds this block."""
 
     key: bytes
     parent: bytes | None
@@ -25,7 +27,7 @@ class BlockStored(Struct, frozen=True):
 
 
 class BlockRemoved(Struct, frozen=True):
-    """Some stage cannot resume after this block any more."""
+    """Some stage cannot resume it any more."""
 
     key: bytes
 
@@ -37,14 +39,15 @@ class RouterView:
     """The router's view of one worker.
 
     Args:
-        window_counts: windows of each rank's cache; index = rank.
+        windows: the rules of each rank's windows; index = rank, then window.
         block_tokens: B.
     """
 
-    def __init__(self, window_counts: Sequence[int], block_tokens: int) -> None:
-        self._quorum = Quorum(window_counts)
+    def __init__(self, windows: Sequence[Sequence[WindowRule]], block_tokens: int) -> None:
+        self._windows = tuple(map(tuple, windows))
+        self._quorum = Quorum(windows)
         self._catalog = TokenCatalog(block_tokens)
-        self._sequences = [0] * len(window_counts)
+        self._sequences = [0] * len(windows)
 
     def open(
         self, rid: int, keys: Sequence[bytes], tokens: bytes, salt: str = ""
@@ -101,6 +104,23 @@ class RouterView:
         """Return the keys of all published blocks."""
         return [stored.key for stored in self._quorum.published()]
 
+    def resumable_keys(self, rank: int, held: Sequence[Iterable[bytes]]) -> set[bytes]:
+        """Return the blocks that one rank alone can resume.  Cost: O(held blocks).
+
+        Args:
+            held: the keys that each of its windows holds, as the rank itself lists them.  With a
+                sparse window, a block whose prompt is not known here is left out.
+        """
+        rules = self._windows[rank]
+        if all(rule.is_dense for rule in rules):
+            return set.intersection(*map(set, held))
+        alone = Quorum([rules])
+        for window, keys in enumerate(held):
+            for key in keys:
+                self._learn_chain(alone, key)
+                alone.store(0, window, key)
+        return {stored.key for stored in alone.published()}
+
     @property
     def published_count(self) -> int:
         """Blocks the router knows."""
@@ -121,7 +141,20 @@ class RouterView:
                 events.append(BlockRemoved(change.key))
         return events
 
+    def _learn_chain(self, quorum: Quorum, key: bytes) -> None:
+        chain: list[bytes] = []
+        at: bytes | None = key
+        while at is not None and at in self._catalog and not quorum.is_learned(at):
+            chain.append(at)
+            at = self._catalog[at].parent
+        for at in reversed(chain):
+            quorum.learn(at, self._catalog[at].parent)
+
     def _drop_unused(self, key: bytes) -> None:
-        if self._catalog.is_loose(key) and not self._quorum.is_held(key):
-            self._quorum.forget(key)
-            self._catalog.drop(key)
+        """Forget a block that nobody needs, then those before it that it alone kept."""
+        at: bytes | None = key
+        while at is not None and self._catalog.is_loose(at) and not self._quorum.is_needed(at):
+            self._quorum.forget(at)
+            parent = self._catalog[at].parent
+            self._catalog.drop(at)
+            at = parent

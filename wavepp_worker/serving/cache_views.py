@@ -1,7 +1,13 @@
 """The `cache_view` control: what the router was told beside what every rank really holds.
 
 Each rank answers a `ViewRequest` on the same FIFO as its deltas, so when its view arrives all
-earlier deltas are applied.  With the ranks at rest, `router_blocks` equals the intersection.
+earlier deltas are applied.
+
+    router_blocks   what the router was told
+    ranks[].blocks  what one rank alone can resume
+
+With the ranks at rest and dense windows, `router_blocks` is the intersection of all `blocks`; with
+snapshots it may be less, because the ranks' boundaries need not meet there.
 """
 
 from __future__ import annotations
@@ -68,12 +74,19 @@ class CacheViews:
             "ranks": [
                 {
                     "rank": view.rank,
-                    "blocks": self._names(set.intersection(*map(set, view.keys))),
+                    "blocks": self._names(self._view.resumable_keys(view.rank, view.keys)),
                     "free": list(view.free),
                     "cached": list(view.cached),
                     "referenced": list(view.referenced),
                     "reserved": list(view.reserved),
                     "total": list(view.total),
+                    "host": {
+                        "free": list(view.host_free),
+                        "cached": list(view.host_cached),
+                        "referenced": list(view.host_referenced),
+                        "reserved": list(view.host_reserved),
+                        "total": list(view.host_total),
+                    },
                     "leases": view.lease_count,
                     "escrows": view.escrow_count,
                     "sequences": view.sequence_count,

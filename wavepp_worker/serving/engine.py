@@ -24,7 +24,7 @@ from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.common.utils.namespace import get_worker_namespace
 
-from wavepp_worker.base.errors import InvariantError, PeerError, WavePPError
+from wavepp_worker.base.errors import InvariantError, PeerError, RequestError, WavePPError
 from wavepp_worker.config.load import load_config
 from wavepp_worker.config.schema import Config
 from wavepp_worker.obs.metrics import ServingMetrics
@@ -132,7 +132,9 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         except WavePPError as error:
             code = error_code(error)
             self._metrics.requests.labels(code).inc()
-            logger.warning("request failed: request=%s code=%s: %s", context.id(), code, error)
+            # The text of a client's mistake may quote the prompt: the client alone gets it.
+            told = "" if isinstance(error, RequestError) else f": {error}"
+            logger.warning("request failed: request=%s code=%s%s", context.id(), code, told)
             raise to_dynamo(error) from None
         except InvariantError as error:  # the top of this request: the program is wrong
             if pipeline is not None:

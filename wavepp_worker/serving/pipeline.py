@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from kv_router_hooks.publisher import RouterPublisher
 from kv_router_hooks.router_view import RouterView
+from kv_router_hooks.window_rule import DENSE
 from wavepp_worker.base.errors import PeerError, check
 from wavepp_worker.cache.hashing import router_hash, scope_key, sequence_keys, split_keys
 from wavepp_worker.config.schema import Config
@@ -37,7 +38,7 @@ from wavepp_worker.wire.mailbox import (
     WorkerReady,
 )
 
-WINDOWS_PER_RANK = 1  # attention only
+RANK_WINDOWS: Final = (DENSE,)  # of each rank: the models of `model` have full attention only
 REPORTS_PER_TURN = 64  # before requests get their turn on the loop
 REASON_CHARS_MAX = 200  # told with every request; the whole reason is logged once
 LOAD_NAMES = ("wavepp_referenced_blocks", "wavepp_reserved_blocks")
@@ -62,7 +63,7 @@ class Pipeline:
         self._ready: asyncio.Future[WorkerReady] = loop.create_future()
         stages = len(self.plan.stages)
         self._requests = LiveRequests(stages, config.admission.queue_requests_max)
-        self._view = RouterView((WINDOWS_PER_RANK,) * stages, self.plan.block_tokens)
+        self._view = RouterView((RANK_WINDOWS,) * stages, self.plan.block_tokens)
         self.publisher = RouterPublisher(self._view, router_hash)
         self._cache_views = CacheViews(self._view, stages, router_hash)
         self._is_stopping = False

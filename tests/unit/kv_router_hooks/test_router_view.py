@@ -11,6 +11,7 @@ import pytest
 from kv_router_hooks.publisher import RouterPublisher, encode_events
 from kv_router_hooks.quorum import Quorum, Removed, Stored
 from kv_router_hooks.router_view import BlockRemoved, BlockStored, RouterView
+from kv_router_hooks.window_rule import DENSE
 from wavepp_worker.base.errors import InvariantError, PeerError
 
 A, B, C = (bytes([n]) * 32 for n in (1, 2, 3))
@@ -30,7 +31,7 @@ STORED = {
 
 
 def make_view(stages: int = 2) -> RouterView:
-    view = RouterView((1,) * stages, BLOCK)
+    view = RouterView(((DENSE,),) * stages, BLOCK)
     assert view.open(1, [A, B, C], PROMPT) == []
     return view
 
@@ -89,6 +90,7 @@ def test_stored_and_removed_in_one_delta_still_carry_tokens() -> None:
 
 
 def test_a_lost_delta_is_noticed() -> None:
+    """FS-75"""
     view = make_view(2)
     view.apply(0, 1, stored(A))
     with pytest.raises(PeerError, match=r"rank 0.*3.*expected 2"):
@@ -96,18 +98,20 @@ def test_a_lost_delta_is_noticed() -> None:
 
 
 def test_the_salt_travels_with_the_block() -> None:
-    view = RouterView((1,), BLOCK)
+    """FS-80"""
+    view = RouterView(((DENSE,),), BLOCK)
     view.open(1, [A], tokens(1, 1), "tenant")
     assert view.apply(0, 1, stored(A)) == [BlockStored(A, None, tokens(1, 1), "tenant")]
 
 
 def test_a_key_per_full_block_is_required() -> None:
     with pytest.raises(InvariantError):
-        RouterView((1,), BLOCK).open(1, [A], tokens(1, 1, 2, 2))
+        RouterView(((DENSE,),), BLOCK).open(1, [A], tokens(1, 1, 2, 2))
 
 
 def test_inner_blocks_take_their_descendants_along_deepest_first() -> None:
-    quorum = Quorum((1,))
+    """FS-76"""
+    quorum = Quorum(((DENSE,),))
     for key, parent in ((A, None), (B, A), (C, B)):
         quorum.learn(key, parent)
         assert quorum.store(0, 0, key) == [Stored(key, parent)]
@@ -116,7 +120,7 @@ def test_inner_blocks_take_their_descendants_along_deepest_first() -> None:
 
 
 def test_unknown_windows_are_refused() -> None:
-    quorum = Quorum((1, 2))
+    quorum = Quorum(((DENSE,), (DENSE, DENSE)))
     for rank, window in ((2, 0), (0, 1), (-1, 0), (1, 2)):
         with pytest.raises(InvariantError):
             quorum.store(rank, window, A)
@@ -167,6 +171,7 @@ class Sink:
 
 
 async def test_a_sink_that_comes_late_gets_a_snapshot_and_then_the_events() -> None:
+    """FS-82"""
     view, sink = make_view(1), Sink()
     publisher = RouterPublisher(view, lambda key: key[0])
     publisher.publish(view.apply(0, 1, stored(A)))  # nobody listens

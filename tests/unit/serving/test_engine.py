@@ -45,6 +45,7 @@ def metric(bench: Bench, name: str, **labels: str) -> float | None:
 
 
 async def test_start_registers_what_the_ranks_allocated() -> None:
+    """FS-81: the sizes are those after start-up."""
     bench = Bench(make_config())
     registered = await bench.start()
     assert registered.model == "/models/tiny"
@@ -134,6 +135,7 @@ async def test_eight_interleaved_requests_get_their_own_answers() -> None:
 
 
 async def test_the_same_request_id_twice_is_two_requests(bench: Bench) -> None:
+    """FS-51: each gets an inner id of its own."""
     first, second = (bench.ask(PROMPT, Context("same")) for _ in range(2))
     await bench.announced(2)
     rids = [announce.rid for announce in bench.ranks.announced]
@@ -147,6 +149,7 @@ async def test_bad_requests_are_refused_before_any_rank_hears_of_them(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tools that run in the same process may have disabled the loggers they found.
+    """FS-52, FS-53: client errors, and the good request finishes."""
     monkeypatch.setattr(logging.getLogger("wavepp_worker.serving.engine"), "disabled", False)
     good = bench.ask(PROMPT)
     await bench.announced(1)
@@ -162,8 +165,44 @@ async def test_bad_requests_are_refused_before_any_rank_hears_of_them(
 
 
 async def test_the_client_is_told_what_is_wrong(bench: Bench) -> None:
+    """FS-53: the message names the position."""
     with pytest.raises(InvalidArgument, match=r"token_ids\[1\] = 300 .* \[0, 300\)"):
         await bench.ask([1, 300])
+
+
+async def test_logs_and_metrics_hold_no_prompt(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FS-89: at the default level neither text nor token ids, whatever is wrong."""
+    monkeypatch.setattr(logging.getLogger("wavepp_worker.serving.engine"), "disabled", False)
+    good, bad, text = 271, 987654321, "my secret"
+    with caplog.at_level(logging.INFO, "wavepp_worker"):
+        task = bench.ask([good] * 10)
+        bench.ranks.finish((await bench.announced(1)).rid)
+        await task
+        requests: list[dict[str, Any]] = [
+            {"tokens": [good, bad]},
+            {"tokens": [good, text]},
+            {"tokens": [good], "stop_conditions": {"stop_token_ids": [text]}},
+            {"tokens": [good], "routing": {"lora_name": text}},
+            {"tokens": [good] * (CACHE_TOKENS + 1)},
+        ]
+        for request in requests:
+            with pytest.raises(InvalidArgument):
+                await bench.ask(**request)
+        task = bench.ask([good])
+        bench.ranks.exited.set_result("loop1 (pid 5) was killed by SIGKILL")
+        with pytest.raises(EngineShutdown):
+            await task
+        await until(lambda: bench.left)
+    assert len([line for line in caplog.messages if "request failed" in line]) == 6
+    logged = "\n".join(caplog.messages)
+    assert "SIGKILL" in logged, "what the ranks say of themselves is logged"
+    families = bench.engine._metrics.registry.collect()
+    named = str([(sample.name, sample.labels) for family in families for sample in family.samples])
+    for marker in (str(good), str(bad), text):
+        assert marker not in logged
+        assert marker not in named
 
 
 async def test_rejections_of_the_leader_reach_the_client(bench: Bench) -> None:
@@ -192,6 +231,7 @@ async def test_a_full_queue_answers_429(bench: Bench) -> None:
 
 
 async def test_a_client_that_gives_up_cancels_once(bench: Bench) -> None:
+    """I49: one final answer; what comes after the cancel is ignored."""
     context = Context()
     task = bench.ask(PROMPT, context)
     announce = await bench.announced(1)
@@ -214,6 +254,7 @@ async def test_a_stream_that_is_closed_cancels_once(bench: Bench) -> None:
 
 
 async def test_giving_up_after_the_answer_cancels_nothing(bench: Bench) -> None:
+    """I49"""
     context = Context()
     stream = bench.engine.generate({"token_ids": PROMPT}, context)
     first: asyncio.Task[Any] = asyncio.ensure_future(anext(stream))
@@ -268,6 +309,7 @@ class Sink:
 
 
 async def test_the_router_learns_what_every_stage_holds(bench: Bench) -> None:
+    """FS-80: the salt travels with the block."""
     sink = Sink()
     (source,) = await bench.engine.kv_event_sources()
     source.on_ready(sink)
@@ -287,7 +329,18 @@ async def test_the_router_learns_what_every_stage_holds(bench: Bench) -> None:
 
 
 def make_view(rank: int, number: int, *keys: bytes) -> CacheView:
-    return CacheView(rank, number, (keys,), (3,), (2,), (1,), (0,), (6,), 0, 0, 1)
+    device = {"free": (3,), "cached": (2,), "referenced": (1,), "reserved": (0,), "total": (6,)}
+    host = {"free": (8,), "cached": (7,), "referenced": (5,), "reserved": (4,), "total": (24,)}
+    return CacheView(
+        rank=rank,
+        number=number,
+        keys=(keys,),
+        **device,
+        **{f"host_{name}": counts for name, counts in host.items()},
+        lease_count=0,
+        escrow_count=0,
+        sequence_count=1,
+    )
 
 
 async def test_cache_view_shows_router_and_ranks_side_by_side(bench: Bench) -> None:
@@ -310,6 +363,7 @@ async def test_cache_view_shows_router_and_ranks_side_by_side(bench: Bench) -> N
     assert view["ranks"][1] == {
         "rank": 1, "blocks": [name], "free": [3], "cached": [2], "referenced": [1],
         "reserved": [0], "total": [6], "leases": 0, "escrows": 0, "sequences": 1,
+        "host": {"free": [8], "cached": [7], "referenced": [5], "reserved": [4], "total": [24]},
     }  # fmt: skip
     bench.ranks.finish(announce.rid)
     await task
@@ -361,6 +415,7 @@ class Endpoint:
 async def test_a_lost_rank_ends_all_requests_and_the_process_within_two_seconds(
     bench: Bench, hangs: bool
 ) -> None:
+    """FS-08: every request gets an error, discovery is left, and the reason is the first one."""
     endpoint = Endpoint(hangs)
     await bench.engine.on_endpoint_ready(endpoint)
     tasks = [bench.ask(PROMPT) for _ in range(3)]
@@ -390,6 +445,7 @@ async def test_a_lost_rank_ends_all_requests_and_the_process_within_two_seconds(
     ids=["fatal", "lost delta", "bad metric"],
 )
 async def test_what_cannot_be_mended_ends_the_worker(bench: Bench, report: ReportMessage) -> None:
+    """FS-75: a lost delta of a rank is among these."""
     task = bench.ask(PROMPT)
     await bench.announced(1)
     bench.ranks.say(report)

@@ -51,15 +51,18 @@ def test_packed_tokens_are_read_as_dynamo_packs_them() -> None:
 
 @pytest.mark.parametrize("nothing", [[], b"", ()])
 def test_an_empty_prompt_is_refused(nothing: Any) -> None:
+    """FS-52"""
     assert refusal(nothing).code == "empty_prompt"
 
 
 @pytest.mark.parametrize("value", [None, 5, "text", {"a": 1}, 1.5])
 def test_tokens_of_the_wrong_type_are_refused(value: Any) -> None:
+    """FS-52"""
     assert refusal(value).code == "bad_tokens"
 
 
 def test_a_request_without_tokens_is_refused() -> None:
+    """FS-52"""
     with pytest.raises(RequestError) as caught:
         read_request({}, LIMITS)
     assert caught.value.code == "bad_tokens"
@@ -68,6 +71,7 @@ def test_a_request_without_tokens_is_refused() -> None:
 @pytest.mark.parametrize("at", [0, 3, 6])
 @pytest.mark.parametrize("bad", [-1, VOCAB, VOCAB + 1, 1 << 31, 1 << 32, 1 << 63, -(1 << 63)])
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(bad: int, at: int) -> None:
+    """FS-53"""
     tokens = [1, 2, 3, 4, 5, 6, 7]
     tokens[at] = bad
     error = refusal(tokens)
@@ -79,6 +83,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position(bad: int, at:
 @pytest.mark.parametrize("at", [0, 3, 6])
 @pytest.mark.parametrize("bad", [1.0, "1", None, True, [1], 1.5, math.nan])
 def test_a_token_that_is_no_integer_is_named_with_its_position(bad: Any, at: int) -> None:
+    """FS-53"""
     tokens: list[Any] = [1, 2, 3, 4, 5, 6, 7]
     tokens[at] = bad
     error = refusal(tokens)
@@ -97,6 +102,7 @@ def test_the_highest_token_of_the_vocabulary_is_fine() -> None:
 
 
 def test_prompts_up_to_both_limits_are_taken_and_longer_ones_refused_with_both_numbers() -> None:
+    """FS-54; FS-40: a prompt longer than the cache."""
     assert read([1] * 31).prompt_tokens == 31
     assert read([1] * 32).prompt_tokens == 32
     error = refusal([1] * 33)
@@ -207,6 +213,7 @@ def test_inputs_other_than_tokens_are_refused(key: str, value: Any) -> None:
 
 
 def test_lora_is_refused_by_name() -> None:
+    """FS-88: without adapters nothing of an older version can be reused."""
     error = refusal(routing={"lora_name": "poet"})
     assert error.code == "unsupported_lora"
     assert "poet" in str(error)
@@ -238,6 +245,7 @@ def test_the_chosen_tokens_logprob_is_handed_off(count: int | None) -> None:
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 1.5, "x", None, True])
 def test_bad_stop_tokens_are_refused_with_their_position(bad: Any) -> None:
+    """FS-53: optional lists of ids, too."""
     error = refusal(stop_conditions={"stop_token_ids": [1, bad]})
     assert error.code == "bad_tokens"
     assert "stop_token_ids[1]" in str(error)

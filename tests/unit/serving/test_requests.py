@@ -49,6 +49,7 @@ async def test_the_parts_of_an_answer_may_come_in_any_order() -> None:
 
 
 async def test_at_most_one_of_answer_and_cancel() -> None:
+    """I49"""
     book = LiveRequests(2, 8)
     answered, cancelled = book.open(), book.open()
     answer(book, answered)
@@ -61,6 +62,7 @@ async def test_at_most_one_of_answer_and_cancel() -> None:
 
 
 async def test_a_cancelled_request_ignores_what_still_comes_and_ends_with_gone() -> None:
+    """FS-51, I49: a cancelled request that still drains is not disturbed and ends once."""
     book = LiveRequests(2, 8)
     request = book.open()
     assert book.cancel(request)
@@ -127,6 +129,7 @@ async def test_the_queue_is_bounded_by_unanswered_requests() -> None:
 
 
 async def test_rids_are_never_used_again() -> None:
+    """FS-51"""
     book = LiveRequests(1, 8)
     seen = set()
     for _ in range(5):

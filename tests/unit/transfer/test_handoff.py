@@ -70,6 +70,7 @@ def stage(index: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
     ],
 )
 def test_anything_else_is_refused(change: Callable[[dict[str, Any]], Any], text: str) -> None:
+    """FS-66"""
     params = json.loads(json.dumps(make_handoff().to_params()))
     change(params)
     with pytest.raises(IncompatibleError, match=text):
@@ -93,6 +94,7 @@ def test_no_object_at_all_is_refused(params: object) -> None:
 def test_workers_that_do_not_fit(
     fingerprint: str, block_tokens: int, layers: int, text: str
 ) -> None:
+    """FS-66: the field that differs is named."""
     make_handoff().check_fits("f", 16, 5)
     with pytest.raises(IncompatibleError, match=text):
         make_handoff().check_fits(fingerprint, block_tokens, layers)

@@ -34,6 +34,7 @@ def test_a_hold_is_opened_read_and_closed() -> None:
 
 
 def test_a_hold_nobody_opens_ends_at_its_deadline_and_not_before() -> None:
+    """FS-57: a short lease."""
     table = make_table()
     offer(table, 1)
     table.expire(9.999)
@@ -45,6 +46,7 @@ def test_a_hold_nobody_opens_ends_at_its_deadline_and_not_before() -> None:
 
 
 def test_opening_and_renewing_start_the_time_anew() -> None:
+    """FS-62: decode can extend the hold."""
     table = make_table()
     offer(table, 1)
     table.open("hold-1", "t", 9.0)
@@ -57,6 +59,7 @@ def test_opening_and_renewing_start_the_time_anew() -> None:
 
 @pytest.mark.parametrize("now", [10.0, 11.0])
 def test_everything_late_is_refused_even_before_anybody_looked_at_the_clock(now: float) -> None:
+    """FS-62, S16"""
     table = make_table()
     offer(table, 1)
     assert table.open("hold-1", "t", now) == "the hold is unknown, has expired or was cancelled"
@@ -102,6 +105,7 @@ def test_a_withdrawn_hold_is_gone_before_and_during_its_read() -> None:
 
 
 def test_a_declined_hold_ends() -> None:
+    """FS-61"""
     table = make_table()
     offer(table, 1)
     assert table.decline("hold-1", 0.0)

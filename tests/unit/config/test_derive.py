@@ -1,0 +1,39 @@
+"""How a model is cut into stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.config.derive import ModelFacts, derive
+from wavepp_worker.config.schema import ClusterConfig, Config, ModelConfig
+
+FACTS = ModelFacts(
+    family="llama", layers=5, hidden=64, vocab=300, context_tokens=4096, kv_heads=2, head_dim=16,
+    dtype="float32", dtype_bytes=4, fingerprint="fp",
+)  # fmt: skip
+
+
+def cut(stages: int, *layers: int) -> list[tuple[int, int]]:
+    model = ModelConfig(path="unused", stage_layers=layers or None)
+    config = Config(model=model, cluster=ClusterConfig(stages=stages))
+    return [(stage.first, stage.stop) for stage in derive(config, FACTS).stages]
+
+
+def test_layers_that_stages_do_not_divide_are_balanced() -> None:
+    """FS-47"""
+    assert cut(2) == [(0, 3), (3, 5)]
+    assert cut(4) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert cut(2, 1, 4) == [(0, 1), (1, 5)]
+
+
+def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
+    """FS-47"""
+    with pytest.raises(ConfigError, match=r"cluster\.stages \(6\).* 5 layers"):
+        cut(6)
+
+
+@pytest.mark.parametrize("layers", [(5, 1), (5, 0), (2, 2)])
+def test_a_split_that_is_not_the_models_is_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="stage_layers"):
+        cut(2, *layers)
