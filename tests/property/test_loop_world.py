@@ -105,10 +105,10 @@ class Device:
             assert len(part) == 4 * chunk.length
             assert chunk.start % B == 0
             first = chunk.start // B
-            last = self.slots[chunk.table[first - 1]] if first else ""
+            last = self.slots[chunk.tables[0][first - 1]] if first else ""
             for index, at in enumerate(range(0, len(part), 4 * B)):
                 last = chain(last, part[at : at + 4 * B])
-                self.slots[chunk.table[first + index]] = last
+                self.slots[chunk.tables[0][first + index]] = last
             if chunk.wants_token:
                 answers.append((chunk.rid, first_token(last), -1.0))
         self.fences.append(WaveFenced(job.wave, tuple(answers)))
@@ -235,7 +235,7 @@ class World:
                     request.endpoint,
                     (table,),
                     copies,
-                    request.tokens if rank == 0 else b"",
+                    tokens=request.tokens if rank == 0 else b"",
                 )
             )
 
@@ -248,7 +248,7 @@ class World:
         hold = self.holds[rank].pop(rid)
         digests = block_digests(self.requests[rid].tokens)
         assert hold.tokens == self.requests[rid].n
-        assert [self.devices[rank].slots[slot] for slot in hold.table] == digests
+        assert [self.devices[rank].slots[slot] for slot in hold.tables[0]] == digests
         self.transfers += 1
         self._feed(rank, HoldEnded(rid))
 

@@ -11,6 +11,7 @@ import msgspec
 
 from wavepp_worker.bench.planners_command import add_planners_bench
 from wavepp_worker.bench.serve_command import add_serve_bench
+from wavepp_worker.bench.stage_command import add_stage_bench
 
 DEMO_MODEL = "~/.cache/wavepp/smollm2-135m-instruct"
 
@@ -47,6 +48,7 @@ def add_bench(commands: Any) -> None:
     add("--json", metavar="FILE", help="also write the figures here")
     idle.set_defaults(run=_idle)
     add_serve_bench(benches)
+    add_stage_bench(benches)
     add_planners_bench(benches)
 
 

@@ -189,7 +189,8 @@ class _Bench:
         started = time.perf_counter()
         prompt = read_request(request, self._limits)
         chunk = WaveChunk(
-            rid=1, start=0, length=len(tokens), table=self._blocks, tokens=prompt.tokens,
+            rid=1, start=0, length=len(tokens), tables=(self._blocks,),
+            tokens=prompt.tokens,
             wants_token=True,
         )  # fmt: skip
         ((_, expected, _),) = self._runner.step([chunk], {})

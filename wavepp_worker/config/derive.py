@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.base.units import ceil_div
+from wavepp_worker.base.units import align_down, ceil_div
 from wavepp_worker.config.schema import Config
 
 
@@ -38,6 +38,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     stages: tuple[StagePlan, ...]
     block_tokens: int  # B
     wave_tokens_max: int  # M
+    wave_tokens_min: int  # b_min
+    snapshot_interval_tokens: int  # I_snap
     ring_waves: int  # R = 2P
     headroom_tokens: int  # kappa * 2 * P * M
     floor_headroom_blocks: int  # ceil(kappa_f * 2PM / B), before the cap by the pool's size
@@ -83,11 +85,14 @@ def derive(config: Config, facts: ModelFacts) -> Plan:
             StagePlan(first=first, stop=first + count, block_bytes=count * layer_block_bytes)
         )
         first += count
-    ring_tokens = 2 * stages * config.planner.wave_tokens_max
+    waves = config.planner.wave_tokens_max
+    ring_tokens = 2 * stages * waves
     return Plan(
         stages=tuple(plans),
         block_tokens=block,
-        wave_tokens_max=config.planner.wave_tokens_max,
+        wave_tokens_max=waves,
+        wave_tokens_min=config.planner.wave_tokens_min or max(block, align_down(waves // 2, block)),
+        snapshot_interval_tokens=config.cache.snapshot_interval_tokens or waves,
         ring_waves=2 * stages,
         headroom_tokens=int(config.admission.headroom_factor * ring_tokens),
         floor_headroom_blocks=ceil_div(

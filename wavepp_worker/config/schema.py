@@ -68,6 +68,11 @@ class CacheConfig(Section, frozen=True):
     """Cache per stage in tokens; default: what `device_fraction` of the free memory holds."""
     device_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.85
     """Share of the memory left after weights that the pools take (CUDA only)."""
+    host_tokens: NaturalInt = 0
+    """Host tier per stage in tokens: blocks that the device has no room for wait there instead of
+    being computed again.  0: none.  Pinned memory on CUDA."""
+    snapshot_interval_tokens: PositiveInt | None = None
+    """Recurrent layers keep their state so often, and at the last block; default: M."""
     floor_fraction: Fraction = 0.10
     """Share of a pool that leases and escrows leave alone.  [algorithms 7.3]"""
     floor_headroom_fraction: Fraction = 0.25
@@ -97,10 +102,22 @@ class AdmissionConfig(Section, frozen=True):
 class PlannerConfig(Section, frozen=True):
     """What the next wave contains."""
 
-    kind: Literal["greedy"] = "greedy"
-    """greedy: fill each wave to the budget, oldest request first."""
+    kind: Literal["mpu", "greedy", "throttle"] = "mpu"
+    """mpu: budgets that keep every stage supplied.  greedy: every wave as full as it gets.
+    throttle: gLLM's rule, for comparison.  [P-MPU]"""
     wave_tokens_max: PositiveInt = 16_384
-    """M: largest wave."""
+    """M: largest wave, in tokens."""
+    wave_tokens_min: PositiveInt | None = None
+    """b_min: smallest wave that work is cut into; default M / 2.  Smaller ones fill the pipeline
+    with less work and cost launches and transfers."""
+    fill_factor: PositiveInt = 2
+    """F: pipeline fills to keep queued, the one in the ring counted."""
+    split_fraction_max: Annotated[float, Meta(ge=0, le=1)] = 0.125
+    """Share of the work that a smaller budget may newly split once the ring is full."""
+    lone_wait_ms: Annotated[float, Meta(ge=0)] = 1.0
+    """T_lone: a small wave of one request waits so long for one that is being admitted."""
+    emit_wait_ms: PositiveFloat = 5.0
+    """T_emit: nothing optional holds work back for longer."""
 
 
 class ExecutorConfig(Section, frozen=True):
@@ -120,7 +137,7 @@ class TransportConfig(Section, frozen=True):
     activations: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA devices, gloo on CPU."""
     collective_timeout_s: PositiveFloat = 120.0
-    """T_coll: a rank that does not answer a round for this long is lost."""
+    """T_coll: a rank that answers no round for this long, or whose LOOP says nothing, is lost."""
 
 
 class TransferConfig(Section, frozen=True):
@@ -179,6 +196,20 @@ class Config(Section, frozen=True):
             raise ValueError(
                 f"planner.wave_tokens_max ({waves}) must be a multiple of "
                 f"cache.block_tokens ({blocks})"
+            )
+        for name, tokens in (
+            ("planner.wave_tokens_min", self.planner.wave_tokens_min),
+            ("cache.snapshot_interval_tokens", self.cache.snapshot_interval_tokens),
+            ("cache.host_tokens", self.cache.host_tokens),
+        ):
+            if tokens and tokens % blocks:
+                raise ValueError(
+                    f"{name} ({tokens}) must be a multiple of cache.block_tokens ({blocks})"
+                )
+        if (self.planner.wave_tokens_min or 0) > waves:
+            raise ValueError(
+                f"planner.wave_tokens_min ({self.planner.wave_tokens_min}) exceeds "
+                f"planner.wave_tokens_max ({waves})"
             )
         if self.cluster.devices and len(self.cluster.devices) != self.cluster.stages:
             raise ValueError(

@@ -145,7 +145,7 @@ class Batcher:
                     rid=sequence.rid,
                     start=start,
                     length=length,
-                    table=tuple(sequence.table),
+                    tables=(tuple(sequence.table),),
                     tokens=struct.pack(f"<{length}I", *part),
                     wants_token=length == missing,
                     sampling=sequence.sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from wavepp_worker.executor.ports import WaveChunk
-from wavepp_worker.wire.mailbox import Copy, Finished, Freed, WaveDone
+from wavepp_worker.wire.mailbox import Copy, Finished, Freed, StateSlots, WaveDone
 from wavepp_worker.wire.waves import Release, WaveHeader, WaveResult
 
 
@@ -38,8 +38,9 @@ class OpenHold(Struct, frozen=True):
     """The prompt is complete on this stage: offer it to a reader and send `Ready`."""
 
     rid: int
-    table: tuple[int, ...]  # slot of block 0, 1, ...
+    tables: tuple[tuple[int, ...], ...]  # per window: slot of block 0, 1, ...
     tokens: int  # prompt length
+    states: tuple[StateSlots, ...] = ()  # the working state is the one after the prompt
 
 
 class DropHold(Struct, frozen=True):

@@ -18,6 +18,7 @@ from wavepp_worker.wire.mailbox import Drop, Finished, Install, Timeline
 from wavepp_worker.wire.waves import (
     SPAN_FIRST,
     SPAN_LAST,
+    SPAN_SNAPSHOT,
     Release,
     SpanEntry,
     WaveHeader,
@@ -33,6 +34,7 @@ class _Due(Struct):
     prompt_tokens: int
     announced_at: float
     admitted_at: float
+    snapshot_points: frozenset[int]
     scheduled_at: float = 0.0
 
 
@@ -65,8 +67,11 @@ class WaveLeader:
             install.prompt_tokens,
             install.announced_at,
             install.admitted_at,
+            frozenset(install.snapshot_points),
         )
-        self._planner.add_lane(install.rid, install.endpoint, install.prompt_tokens)
+        self._planner.add_lane(
+            install.rid, install.endpoint, install.prompt_tokens, install.snapshot_points
+        )
 
     def drop(self, drop: Drop) -> Release:
         """Schedule nothing more of a cancelled request; return what every rank must be told.
@@ -83,7 +88,7 @@ class WaveLeader:
         if not ring.has_room:
             return None
         planned = self._planner.plan(
-            WaveSlot(ring.next_wave, ring.oldest_wave, self.admitting_count)
+            WaveSlot(ring.next_wave, ring.oldest_wave, self.admitting_count, now)
         )
         if planned is None:
             return None
@@ -118,20 +123,21 @@ class WaveLeader:
         return finished
 
     def next_deadline(self) -> Instant | None:
-        """Return when `check_progress` must be called at the latest."""
-        return self._ring.deadline()
+        """Return when `plan` and `check_progress` must be called at the latest."""
+        planned_at = self._planner.next_deadline() if self._ring.has_room else None
+        deadlines = (planned_at, self._ring.deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def check_progress(self, now: Instant) -> None:
         """Raise PeerError if waves are under way and none retires."""
         self._ring.check_progress(now)
 
-    def ring_count(self) -> int:
-        """Return how many waves are under way."""
-        return self._ring.count
-
-    def lane_count(self) -> int:
-        """Return how many requests have tokens left to schedule."""
-        return self._planner.lane_count()
+    def stats(self) -> dict[str, float]:
+        """Return the planner's counters and gauges, and the leader's own."""
+        return self._planner.stats() | {
+            "wavepp_ring_waves": float(self._ring.count),
+            "wavepp_lanes": float(self._planner.lane_count()),
+        }
 
     def _entry(self, span: PlannedSpan, now: Instant) -> SpanEntry:
         due = self._unanswered[span.rid]
@@ -141,4 +147,6 @@ class WaveLeader:
             due.scheduled_at = now
         if span.start + span.length == due.prompt_tokens:
             flags |= SPAN_LAST
+        if span.start + span.length in due.snapshot_points:
+            flags |= SPAN_SNAPSHOT
         return SpanEntry(span.rid, due.ino, span.start, span.length, flags)

@@ -127,8 +127,7 @@ class LoopMachine:
             "wavepp_installed_requests": float(self._stage.request_count),
         }
         if self._leader is not None:
-            values["wavepp_ring_waves"] = float(self._leader.ring_count())
-            values["wavepp_lanes"] = float(self._leader.lane_count())
+            values |= self._leader.stats()
         return values
 
     def _tick(self, now: Instant) -> list[LoopCommand]:

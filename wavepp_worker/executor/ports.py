@@ -14,16 +14,26 @@ from msgspec import Struct
 from wavepp_worker.wire.mailbox import Copy, Sampling
 
 
+class ChunkState(Struct, frozen=True):
+    """A recurrent window's part of a chunk; device slots of that window."""
+
+    window: int
+    working: int  # read before the chunk, advanced by it
+    snapshot: int = -1  # the state after the chunk's last token is also kept here; -1: it is not
+
+
 class WaveChunk(Struct, frozen=True):
     """One request's part of a wave, with everything the device needs."""
 
     rid: int
     start: int  # tokens before this chunk
     length: int
-    table: Sequence[int]  # slots of blocks 0 .. ceil((start + length) / B) - 1 at least
+    # Per window: slots of blocks 0 .. ceil((start + length) / B) - 1 at least; () if recurrent.
+    tables: Sequence[Sequence[int]]
     tokens: bytes = b""  # first stage: u32 little-endian, exactly this chunk
     wants_token: bool = False  # last stage, last span: sample the first answer token
     sampling: Sampling = Sampling()
+    states: tuple[ChunkState, ...] = ()  # one per recurrent window
 
 
 class WaveFenced(Struct, frozen=True):

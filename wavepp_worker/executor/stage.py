@@ -24,7 +24,7 @@ from wavepp_worker.executor.commands import (
     RunWave,
     ToWave,
 )
-from wavepp_worker.executor.ports import WaveChunk, WaveFenced
+from wavepp_worker.executor.ports import ChunkState, WaveChunk, WaveFenced
 from wavepp_worker.wire.mailbox import Freed, Install, Sampling, WaveDone
 from wavepp_worker.wire.waves import SPAN_FIRST, SPAN_LAST, Release, SpanEntry, WaveHeader
 
@@ -87,7 +87,7 @@ class StageQueue:
         """Take in an admitted request; its copies run whatever becomes of it."""
         check(install.ino == self._last_ino + 1, "Installs come in order", ino=install.ino)  # I45
         check(install.rid not in self._requests, "a request is installed once", rid=install.rid)
-        check(len(install.tables) == 1, "one attention window per rank", rid=install.rid)
+        check(len(install.tables) > 0, "a rank has a window", rid=install.rid)
         self._last_ino = install.ino
         self.counts.installs += 1
         commands: list[LoopCommand] = []
@@ -123,7 +123,7 @@ class StageQueue:
         self.counts.tokens_computed += header.tokens
         # WaveDone goes first: WAVE publishes what was computed before it frees the slots.
         ends = tuple((span.rid, span.start + span.length) for span in header.spans)
-        commands: list[LoopCommand] = [ToWave(WaveDone(header.wave, ends))]
+        commands: list[LoopCommand] = [ToWave(WaveDone(header.wave, ends, self._written(header)))]
         for span in header.spans:
             request = self._requests[span.rid]
             request.unfenced_count -= 1
@@ -132,7 +132,9 @@ class StageQueue:
             elif span.flags & SPAN_LAST:
                 install = request.install
                 request.is_held = True
-                commands.append(OpenHold(span.rid, install.tables[0], install.prompt_tokens))
+                commands.append(
+                    OpenHold(span.rid, install.tables, install.prompt_tokens, install.states)
+                )
         return commands
 
     def end_hold(self, rid: int) -> list[LoopCommand]:
@@ -245,11 +247,29 @@ class StageQueue:
             rid=span.rid,
             start=span.start,
             length=span.length,
-            table=install.tables[0],
+            tables=install.tables,
             tokens=install.tokens[4 * span.start : 4 * end],
             wants_token=is_last and self._is_last,
             sampling=install.sampling or GREEDY_SAMPLING,
+            states=tuple(
+                ChunkState(slots.window, slots.working, dict(slots.snapshots).get(end, -1))
+                for slots in install.states
+            ),
         )
+
+    def _written(self, header: WaveHeader) -> tuple[tuple[int, int], ...]:
+        """Return (rid, snapshot point) of the states that a fenced wave left in their slots.
+
+        A wave that is reported says so for all that it wrote: before its fence a snapshot may be
+        half a state.  [I43]
+        """
+        written = []
+        for span in header.spans:
+            end = span.start + span.length
+            states = self._requests[span.rid].install.states
+            if any(end == point for slots in states for point, _ in slots.snapshots):
+                written.append((span.rid, end))
+        return tuple(written)
 
     def _release(self, release: Release) -> list[LoopCommand]:
         if release.ino > self._last_ino:

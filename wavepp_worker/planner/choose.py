@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from wavepp_worker.config.derive import Plan
+from wavepp_worker.config.schema import Config
 from wavepp_worker.planner.budget import BudgetRules, budget_ladder
 from wavepp_worker.planner.greedy import GreedyPlanner
 from wavepp_worker.planner.mpu import MpuPlanner, MpuSettings
@@ -35,6 +37,23 @@ class PlannerSettings(Struct, frozen=True, kw_only=True):
     spans_max: int = 16
     lone_wait_s: float = 0.001
     emit_wait_s: float = 0.005
+
+
+def planner_settings(config: Config, plan: Plan) -> PlannerSettings:
+    """Return what a worker's configuration says of its planner."""
+    planner = config.planner
+    return PlannerSettings(
+        kind=planner.kind,
+        stages=len(plan.stages),
+        block_tokens=plan.block_tokens,
+        wave_tokens_max=plan.wave_tokens_max,
+        wave_tokens_min=plan.wave_tokens_min,
+        fill_factor=planner.fill_factor,
+        split_fraction=planner.split_fraction_max,
+        spans_max=config.admission.batch_requests_max,
+        lone_wait_s=planner.lone_wait_ms / 1e3,
+        emit_wait_s=planner.emit_wait_ms / 1e3,
+    )
 
 
 def make_planner(settings: PlannerSettings) -> WavePlanner:

@@ -92,7 +92,7 @@ def make_header(wave: int, *spans: SpanEntry, budget: int = 16, epoch: int = 1) 
 
 def chunk(install: Install, start: int, length: int, **more: object) -> WaveChunk:
     tokens = install.tokens[4 * start : 4 * (start + length)]
-    return WaveChunk(install.rid, start, length, install.tables[0], tokens, **more)  # type: ignore[arg-type]
+    return WaveChunk(install.rid, start, length, install.tables, tokens, **more)  # type: ignore[arg-type]
 
 
 def follower(rank: int = 1, stages: int = 2) -> Rig:
@@ -117,7 +117,7 @@ def test_life_of_a_request_with_one_stage() -> None:
     rig.now = 101.0
     assert rig.send(WaveFenced(1, ((7, 42, -0.5),))) == [
         ToWave(WaveDone(1, ((7, 10),))),
-        OpenHold(7, install.tables[0], 10),
+        OpenHold(7, install.tables, 10),
         ToServing(Finished(7, 4, 42, -0.5, Timeline(97.0, 98.0, 100.0, 101.0))),
     ]
     assert not rig.machine.is_idle
@@ -302,7 +302,7 @@ def test_the_middle_stage_holds_but_neither_samples_nor_answers() -> None:
     ]
     assert rig.send(WaveFenced(1)) == [
         ToWave(WaveDone(1, ((7, 8),))),
-        OpenHold(7, install.tables[0], 8),
+        OpenHold(7, install.tables, 8),
     ]
 
 
