@@ -1,0 +1,155 @@
+"""What a simulated world is like: drawn from its seed, within what the options allow.
+
+Every fault has a strength of its own in each world, and may be absent there, so that a campaign
+sees each of them alone and together with others.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+from msgspec import Struct
+
+from wavepp_worker.cache.window import WindowSpec
+
+BLOCK_TOKENS: Final = 4
+PROMPT_LINKS_S: Final = (0.000_1, 0.000_3)
+
+FAULTS: Final = {
+    "delay": "links and devices take from nothing to far longer than a round",
+    "cross_plane": "one plane is much slower than the others, so that messages cross",
+    "duplicate": "rounds frames are repeated, also of an old epoch; votes on records get lost",
+    "slow_rank": "one rank's processes and device are slow",
+    "storm": "cached blocks are evicted at any moment, on device and host",
+    "host_full": "the host tier has room for next to nothing",
+    "cancel": "clients leave, at any phase; some cancels are sent twice or name nobody",
+    "lost_peer": "a rank dies: the worker fails as a unit and starts a new epoch",
+    "restart": "the worker starts a new epoch while requests run",
+    "transfer_stall": "reads of finished caches outlive their holds",
+    "decode_death": "decode workers never read what they were promised",
+    "clock_skew": "the ranks' clocks differ, and run at different speeds",
+    "flaky": "a rank is short of room without need",
+}
+
+
+class SimOptions(Struct, frozen=True, kw_only=True):
+    """What a campaign asks for; the rest is drawn from each seed."""
+
+    ranks: int = 4
+    requests: int = 24
+    is_hybrid: bool = False
+    has_host: bool = True
+    faults: tuple[str, ...] = tuple(FAULTS)
+
+
+class Knobs(Struct, frozen=True, kw_only=True):
+    """One world.  Times in virtual seconds, lengths in tokens."""
+
+    windows: tuple[tuple[WindowSpec, ...], ...]  # per rank
+    batch: int
+    headroom_tokens: int
+    floor_fraction: float
+    auto_commit: bool
+    hint_refine: bool
+    snapshot_interval_tokens: int
+    wave_tokens_max: int
+    wave_tokens_min: int
+    families: int
+    spread_s: float  # arrivals are spread over so long
+    hold_s: float
+    delays_s: tuple[float, ...]
+    slow_plane: str = ""
+    slow_rank: int = -1
+    repeat_chance: float = 0.0
+    strip_chance: float = 0.0
+    storm_chance: float = 0.0
+    cancel_chance: float = 0.0
+    stall_chance: float = 0.0
+    death_chance: float = 0.0
+    flaky_chance: float = 0.0
+    skew_s: float = 0.0
+    skew_rate: float = 0.0
+    lost_rank_at: tuple[int, float] | None = None
+    restart_at: float | None = None
+
+
+PLANES: Final = ("rounds", "front", "install", "done", "header", "result", "device", "report")
+
+
+def draw_knobs(seed: int, options: SimOptions) -> Knobs:
+    """Return the world of a seed."""
+    rng = random.Random(f"{seed}/knobs")
+
+    def has(fault: str, chance: float = 0.5) -> bool:
+        # Always drawn, so that taking one fault away leaves the others as they were.
+        return rng.random() < chance and fault in options.faults
+
+    wave_blocks = rng.choice([2, 4, 8])
+    slow_plane = rng.choice(PLANES)
+    slow_rank = rng.randrange(options.ranks)
+    lost_rank = rng.randrange(options.ranks)
+    delays = rng.choice([(0.000_1, 0.000_5, 0.001, 0.004), (0.000_1, 0.02), (0.001, 0.002, 0.05)])
+    host_full = has("host_full", 0.3)
+    return Knobs(
+        windows=tuple(
+            _rank_windows(rank, rng, options, 1 if host_full else 16, wave_blocks)
+            for rank in range(options.ranks)
+        ),
+        batch=rng.choice([1, 2, 4, 6]),
+        headroom_tokens=rng.choice([0, 2, 6, 12]) * BLOCK_TOKENS,
+        floor_fraction=rng.choice([0.0, 0.1, 0.25]),
+        auto_commit=rng.random() < 0.7,
+        hint_refine=rng.random() < 0.2,
+        snapshot_interval_tokens=rng.choice([1, 2, 3, 5]) * BLOCK_TOKENS,
+        wave_tokens_max=wave_blocks * BLOCK_TOKENS,
+        wave_tokens_min=rng.choice([1, 2]) * BLOCK_TOKENS,
+        families=rng.choice([1, 2, 4]),
+        spread_s=rng.choice([0.0, 0.1, 0.5]),
+        hold_s=rng.choice([0.05, 0.3]),
+        delays_s=delays if has("delay", 0.7) else PROMPT_LINKS_S,
+        slow_plane=slow_plane if has("cross_plane") else "",
+        slow_rank=slow_rank if has("slow_rank", 0.3) else -1,
+        repeat_chance=rng.choice([0.05, 0.2]) if has("duplicate") else 0.0,
+        strip_chance=0.1 if has("duplicate", 0.3) else 0.0,
+        storm_chance=rng.choice([0.02, 0.2]) if has("storm") else 0.0,
+        cancel_chance=rng.choice([0.1, 0.4, 0.8]) if has("cancel") else 0.0,
+        stall_chance=0.3 if has("transfer_stall", 0.3) else 0.0,
+        death_chance=rng.choice([0.1, 0.5]) if has("decode_death", 0.3) else 0.0,
+        flaky_chance=rng.choice([0.1, 0.4]) if has("flaky", 0.25) else 0.0,
+        skew_s=1000.0 if has("clock_skew", 0.3) else 0.0,
+        skew_rate=0.2 if has("clock_skew", 0.3) else 0.0,
+        lost_rank_at=(lost_rank, rng.random() * 0.4) if has("lost_peer", 0.12) else None,
+        restart_at=rng.random() * 0.4 if has("restart", 0.12) else None,
+    )
+
+
+def _rank_windows(
+    rank: int, rng: random.Random, options: SimOptions, host_max: int, wave_blocks: int
+) -> tuple[WindowSpec, ...]:
+    """Return one rank's windows: dense only, or a mixture with states and sliding attention."""
+    host = rng.choice([0, 1, 4, 12])
+    host_slots = min(host, host_max) if options.has_host else 0
+    dense = WindowSpec(slots=rng.randint(14, 40), host_slots=host_slots)
+    states = WindowSpec(
+        kind="recurrent", slots=rng.choice([2, 3, 6, 12]), host_slots=host_slots // 2
+    )
+    span = rng.choice([1, 5, 9])
+    sliding = WindowSpec(
+        span_tokens=span,
+        slots=rng.randint(16, 40),
+        host_slots=host_slots // 2,
+        chunk_tokens=wave_blocks * BLOCK_TOKENS,
+    )
+    shape = rng.choice(["dense", "both", "states", "sliding", "all"])
+    if not options.is_hybrid:
+        return (dense,)
+    if rank == 0 and shape == "states":
+        shape = "both"  # so that every hybrid world has a dense and a recurrent window somewhere
+    return {
+        "dense": (dense,),
+        "both": (dense, states),
+        "states": (states,),
+        "sliding": (dense, sliding),
+        "all": (dense, states, sliding),
+    }[shape]
