@@ -34,6 +34,7 @@ from wavepp_worker.config.load import (
     read_source,
 )
 from wavepp_worker.config.schema import Config, DynamoConfig
+from wavepp_worker.sim.command import add_sim
 
 EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
 OVERRIDE = re.compile(r"--([A-Z]\w*(?:\.[\w-]+)+)(=.*)?", re.DOTALL)
@@ -78,6 +79,7 @@ examples:
   wavepp print-schema                                        every key, its type and default
   wavepp bench idle                                          what the pipeline adds to a request
   wavepp bench serve -f configs/smollm2-cpu.yaml             throughput, latency, reuse, stage times
+  wavepp sim --ranks 4 --hybrid                              try to break admission, in simulation
   wavepp top                                                 watch a running worker's stages
 
 `wavepp COMMAND --help` says more.
@@ -93,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_schema(commands)
     add_bench(commands)
     _add_top(commands)
+    add_sim(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=lambda _args: print(__version__))
     return _run(parser, sys.argv[1:] if argv is None else argv)

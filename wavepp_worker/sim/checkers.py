@@ -68,7 +68,6 @@ class Checkers:
         self._named: list[dict[tuple[int, int], set[int]]] = [
             defaultdict(set) for _ in range(ranks)
         ]
-        self._freed_counts = [0] * ranks
         self._wave = 0
         self._released: set[int] = set()
         self._scheduled: dict[int, int] = {}  # rid -> next token to be scheduled
@@ -93,7 +92,9 @@ class Checkers:
         asked = set()
         for record in bcast.records:
             asked.add(record.rid)
-            queued = self._queue[record.rid]
+            queued = self._queue.get(record.rid)
+            if queued is None:
+                continue  # admitted, and the leader has not said so yet: an old record
             is_new = record.phase == RecordPhase.LEASE and record.attempt > queued.attempt
             if is_new and not queued.is_open:
                 opened.append(queued)
@@ -112,7 +113,6 @@ class Checkers:
             is_waiting = (
                 other.seq < opened.seq
                 and not other.is_open
-                and other.rid not in self._installs
                 and other.rid not in self._cancelled
                 and len(self._hints[other.rid]) == ranks
                 and not self._has_left(other.rid)
@@ -160,6 +160,7 @@ class Checkers:
         )
         if rank == 0:
             self._note_bypasses(rid)
+            del self._queue[rid], self._hints[rid]
             self._scheduled[rid] = install.endpoint
         specs = world.knobs.windows[rank]
         blocks = -(-install.prompt_tokens // BLOCK_TOKENS)
@@ -182,7 +183,7 @@ class Checkers:
         """At most K-1 younger requests pass a request that has failed once.  [A51]"""
         admitted = self._queue[rid]
         for other in self._queue.values():
-            if other.rid in self._installs or self._has_left(other.rid):
+            if self._has_left(other.rid):
                 continue
             if other.has_failed and other.seq < admitted.seq:
                 other.bypasses += 1
@@ -204,9 +205,16 @@ class Checkers:
         """A rank's LOOP gave a request's slots back.  [I48]"""
         install = self._live[rank].pop(rid, None)
         check(install is not None, "Freed once per Install [I48]", rank=rank, rid=rid)
-        self._freed_counts[rank] += 1
-        for holders in self._named[rank].values():
-            holders.discard(rid)
+        if install is None:
+            return
+        named = self._named[rank]
+        for window, table in enumerate(install.tables):
+            for slot in table:
+                if slot >= 0:
+                    named[window, slot].discard(rid)
+        for states in install.states:
+            for slot in (states.working, *(slot for _, slot in states.snapshots)):
+                named[states.window, slot].discard(rid)
 
     # ── execution ────────────────────────────────────────────────────────────────────────────
 

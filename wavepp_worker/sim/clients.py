@@ -7,6 +7,7 @@ when it was done.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -48,9 +49,7 @@ class Clients:
         self._to_send = len(prompts)
         self.lost_handoffs = self.read_handoffs = 0
         for number, prompt in enumerate(prompts):
-            world.steps.at(
-                prompt.at_s, lambda n=number, p=prompt: self._arrive(n, p), outlives=True
-            )
+            world.steps.at(prompt.at_s, partial(self._arrive, number, prompt), outlives=True)
 
     @property
     def is_done(self) -> bool:

@@ -56,6 +56,7 @@ class Knobs(Struct, frozen=True, kw_only=True):
     wave_tokens_max: int
     wave_tokens_min: int
     families: int
+    room: int  # so many longest prompts fit the smallest dense pool
     spread_s: float  # arrivals are spread over so long
     hold_s: float
     delays_s: tuple[float, ...]
@@ -91,9 +92,17 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
     lost_rank = rng.randrange(options.ranks)
     delays = rng.choice([(0.000_1, 0.000_5, 0.001, 0.004), (0.000_1, 0.02), (0.001, 0.002, 0.05)])
     host_full = has("host_full", 0.3)
+    room = rng.choice([1, 1, 2, 4])
     return Knobs(
         windows=tuple(
-            _rank_windows(rank, rng, options, 1 if host_full else 16, wave_blocks)
+            _rank_windows(
+                rank,
+                rng,
+                options,
+                host_max=1 if host_full else 16 * room,
+                wave_blocks=wave_blocks,
+                room=room,
+            )
             for rank in range(options.ranks)
         ),
         batch=rng.choice([1, 2, 4, 6]),
@@ -105,7 +114,8 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
         wave_tokens_max=wave_blocks * BLOCK_TOKENS,
         wave_tokens_min=rng.choice([1, 2]) * BLOCK_TOKENS,
         families=rng.choice([1, 2, 4]),
-        spread_s=rng.choice([0.0, 0.1, 0.5]),
+        room=room,
+        spread_s=rng.choice([0.0, 0.2, 2.0]),
         hold_s=rng.choice([0.05, 0.3]),
         delays_s=delays if has("delay", 0.7) else PROMPT_LINKS_S,
         slow_plane=slow_plane if has("cross_plane") else "",
@@ -125,19 +135,25 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
 
 
 def _rank_windows(
-    rank: int, rng: random.Random, options: SimOptions, host_max: int, wave_blocks: int
+    rank: int,
+    rng: random.Random,
+    options: SimOptions,
+    *,
+    host_max: int,
+    wave_blocks: int,
+    room: int,
 ) -> tuple[WindowSpec, ...]:
     """Return one rank's windows: dense only, or a mixture with states and sliding attention."""
-    host = rng.choice([0, 1, 4, 12])
+    host = rng.choice([0, 1, 4, 12]) * room
     host_slots = min(host, host_max) if options.has_host else 0
-    dense = WindowSpec(slots=rng.randint(14, 40), host_slots=host_slots)
+    dense = WindowSpec(slots=rng.randint(14, 40) * room, host_slots=host_slots)
     states = WindowSpec(
-        kind="recurrent", slots=rng.choice([2, 3, 6, 12]), host_slots=host_slots // 2
+        kind="recurrent", slots=rng.choice([2, 3, 6, 16]) * room, host_slots=host_slots // 2
     )
     span = rng.choice([1, 5, 9])
     sliding = WindowSpec(
         span_tokens=span,
-        slots=rng.randint(16, 40),
+        slots=rng.randint(16, 40) * room,
         host_slots=host_slots // 2,
         chunk_tokens=wave_blocks * BLOCK_TOKENS,
     )

@@ -7,6 +7,7 @@ the clock of this rank, which may be wrong.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -296,10 +297,8 @@ class SimRank:
             case SendToFollowers(message=message):
                 world.checkers.scheduled(message)
                 for target in world.ranks[1:]:
-                    world.link(
-                        ("header", target.rank), "header", target.rank,
-                        lambda target=target: target.loop_event(message),
-                    )  # fmt: skip
+                    deliver = partial(target.loop_event, message)
+                    world.link(("header", target.rank), "header", target.rank, deliver)
             case SendResult(result=result):
                 leader = world.ranks[0]
                 world.link("result", "result", rank, lambda: leader.loop_event(result))

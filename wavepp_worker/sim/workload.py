@@ -6,7 +6,6 @@ import json
 import random
 import struct
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct
@@ -33,13 +32,16 @@ class SimPrompt(Struct, frozen=True):
 
 
 def family_prompts(
-    rng: random.Random, count: int, families: int, spread_s: float, block_tokens: int, longest: int
+    rng: random.Random,
+    count: int,
+    *,
+    families: int,
+    spread_s: float,
+    block_tokens: int,
+    longest_tokens: int,
 ) -> list[SimPrompt]:
-    """Return prompts that are cut from a few long texts at any length, some with own endings.
-
-    Args:
-        longest: tokens; every second text is longer than any cache of the world is sure to hold.
-    """
+    """Return prompts that are cut from a few long texts at any length, some with own endings."""
+    longest = longest_tokens
     texts = [[rng.randrange(1 << 16) for _ in range(longest)] for _ in range(families)]
     prompts = []
     for _ in range(count):
@@ -63,6 +65,18 @@ def make_prompt(tokens: list[int], at_s: float, block_tokens: int) -> SimPrompt:
     return SimPrompt(raw, sequence_keys(raw, block_tokens, SCOPE), at_s)
 
 
+def trace_length(path: Path) -> int:
+    """Return how many requests a trace holds.
+
+    Raises:
+        ConfigError: unreadable.
+    """
+    try:
+        return max(1, len(path.read_bytes().splitlines()))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
 def trace_prompts(
     path: Path, count: int, block_tokens: int, time_scale: float
 ) -> Iterator[SimPrompt]:
@@ -81,7 +95,7 @@ def trace_prompts(
     if not lines:
         raise ConfigError(f"{path}: no requests")
     span_s = 0.0
-    for number in islice(range(count), count):
+    for number in range(count):
         turn, index = divmod(number, len(lines))
         try:
             line = json.loads(lines[index])

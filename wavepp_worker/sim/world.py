@@ -11,7 +11,7 @@ that they do not accept ends the world with a `Violation`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -27,6 +27,7 @@ from wavepp_worker.admission.events import (
     VoteReceived,
 )
 from wavepp_worker.base.errors import InvariantError, WavePPError, check
+from wavepp_worker.cache.window import WindowSpec
 from wavepp_worker.executor.events import HoldEnded
 from wavepp_worker.sim.checkers import Checkers
 from wavepp_worker.sim.clients import Clients
@@ -42,6 +43,7 @@ from wavepp_worker.wire.rounds import RoundBcast, RoundGathered, RoundVote
 END_S = 300.0  # of virtual time; far beyond what any world needs
 STEPS_PER_REQUEST_MAX = 60_000
 PEER_TIMEOUT_S = 0.3  # until a dead rank is noticed
+FRAMES_KEPT = 32  # per link, to be repeated
 STORY_LINES = 60  # per request; older ones are forgotten
 STORY_REQUESTS = 4096
 SLOW_FACTOR = 20.0
@@ -86,7 +88,9 @@ class World:
         self.knobs = knobs or draw_knobs(seed, options)
         self.steps = Steps(seed)
         self._stories: dict[int, deque[str]] | None = {} if storyteller else None
-        self._frames: dict[Hashable, list[RoundMessage]] = defaultdict(list)
+        self._frames: dict[Hashable, deque[RoundMessage]] = defaultdict(
+            lambda: deque(maxlen=FRAMES_KEPT)
+        )
         self._counted: dict[str, int] = defaultdict(int)
         self.epoch = 0
         self.ranks: list[SimRank] = []
@@ -176,14 +180,14 @@ class World:
     def _draw_prompts(self) -> list[SimPrompt]:
         knobs = self.knobs
         dense = [spec.slots for specs in knobs.windows for spec in specs if spec.is_dense]
-        longest = (min(dense, default=30) + 2) * BLOCK_TOKENS
+        blocks = min(dense, default=30) // knobs.room
         return family_prompts(
             self.steps.rng("prompts"),
             self.options.requests,
-            knobs.families,
-            knobs.spread_s,
-            BLOCK_TOKENS,
-            longest,
+            families=knobs.families,
+            spread_s=knobs.spread_s,
+            block_tokens=BLOCK_TOKENS,
+            longest_tokens=(blocks + 2) * BLOCK_TOKENS,
         )
 
     # ── links ────────────────────────────────────────────────────────────────────────────────
@@ -259,11 +263,9 @@ class World:
 
     def story(self, rids: Iterable[int]) -> str:
         """Return the stories of some requests."""
-        parts = []
-        for rid in rids:
-            if lines := (self._stories or {}).get(rid):
-                parts.append("\n".join([f"request {rid}", *lines]))
-        return "\n".join(parts)
+        stories = self._stories or {}
+        known = [rid for rid in rids if rid in stories]
+        return "\n".join("\n".join([f"request {rid}", *stories[rid]]) for rid in known)
 
     def story_rids(self) -> list[int]:
         """Return the requests with a story."""
@@ -307,7 +309,7 @@ class World:
         )
 
 
-def _rules(specs) -> list[WindowRule]:  # type: ignore[no-untyped-def]
+def _rules(specs: Sequence[WindowSpec]) -> list[WindowRule]:
     """Return the router's rule for each window of a rank."""
     return [
         DENSE if s.is_dense else WindowRule(s.needed_blocks(BLOCK_TOKENS) if s.is_sliding else 1)
