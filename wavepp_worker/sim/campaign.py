@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import msgspec
 from msgspec import Struct, field
@@ -106,7 +105,7 @@ def _batches(first_seed: int, count: int, options: SimOptions, jobs: int) -> Ite
         for task in tasks:
             yield run_batch(task, options)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(jobs) as pool:
         try:
             yield from pool.map(run_batch, tasks, [options] * len(tasks))
         except BaseException:  # Ctrl-C above all: what is queued is of no interest any more

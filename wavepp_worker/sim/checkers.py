@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from wavepp_worker.sim.clients import Client
     from wavepp_worker.sim.world import World
 
-AUDIT_EVERY = 16  # WAVE events of a rank between two full audits of its cache
+AUDIT_EVERY = 16  # WAVE events between two full audits of a cache; more for a large one
+AUDIT_SLOTS = 256
+LOOP_AUDIT_EVERY = 4
 
 
 class _Queued(Struct):
@@ -50,7 +52,11 @@ class Checkers:
     def __init__(self, world: World) -> None:
         self._world = world
         self._expected: dict[bytes, tuple[int, list[Content]]] = {}
-        self._events = 0
+        self._events = self._loop_events = 0
+        slots = max(
+            sum(spec.slots + spec.host_slots for spec in specs) for specs in world.knobs.windows
+        )
+        self._audit_every = AUDIT_EVERY * max(1, slots // AUDIT_SLOTS) ** 2
         self.new_epoch()
 
     def new_epoch(self) -> None:
@@ -276,8 +282,14 @@ class Checkers:
     def after_wave(self, rank: int) -> None:
         """A WAVE process handled an event: audit its books now and then.  [I1-I25]"""
         self._events += 1
-        if self._events % AUDIT_EVERY == 0:
+        if self._events % self._audit_every == 0:
             self._audit(rank)
+
+    def after_loop(self, rank: int) -> None:
+        """A LOOP process handled an event: audit its books now and then.  [I38, I41]"""
+        self._loop_events += 1
+        if self._loop_events % LOOP_AUDIT_EVERY == 0:
+            self._world.ranks[rank].loop.check_invariants()
 
     def _audit(self, rank: int) -> None:
         owner = self._world.ranks[rank] if rank < len(self._world.ranks) else None

@@ -267,7 +267,7 @@ class SimRank:
             return
         for command in self.loop.handle(event, self._now()):
             self._perform_loop(command)
-        self.loop.check_invariants()
+        self._world.checkers.after_loop(self.rank)
         self._arm_loop(self._world.steps.now)
 
     def _arm_loop(self, when: float) -> None:
