@@ -117,7 +117,7 @@ def chunk(
         rid=rid,
         start=start,
         length=stop - start,
-        table=table,
+        tables=(table,),
         tokens=struct.pack(f"<{stop - start}I", *tokens[start:stop]) if is_first_stage else b"",
         wants_token=stop == len(tokens),
     )
@@ -131,7 +131,7 @@ def run_everywhere(
         chunks = [chunk(*span, is_first_stage=rank == 0) for span in spans]
         if not is_last:
             chunks = [
-                WaveChunk(each.rid, each.start, each.length, each.table, each.tokens)
+                WaveChunk(each.rid, each.start, each.length, each.tables, each.tokens)
                 for each in chunks
             ]
         stream.run(wave, chunks)
@@ -227,7 +227,7 @@ def test_a_failed_wave_is_reported_and_nothing_runs_after_it(pipeline: Pipeline)
     (stream,) = pipeline(1)
     if isinstance(stream, CudaStageStream):
         pytest.skip("a launch fails in the caller, which is fatal there")
-    too_short = WaveChunk(1, 0, 16, [3], struct.pack("<16I", *prompt(16)), True)
+    too_short = WaveChunk(1, 0, 16, ([3],), struct.pack("<16I", *prompt(16)), True)
     stream.run(1, [too_short])
     stream.run(2, [chunk(2, prompt(4), 0, 4, TABLES[1], True)])
     (fenced,) = await_fences(stream, 1)

@@ -152,7 +152,11 @@ def main() -> None:
         match request["command"]:
             case "hold":
                 handoff = desk.open_hold(
-                    request["rid"], request["table"], request["tokens"], time.monotonic() + offset_s
+                    request["rid"],
+                    (request["table"],),
+                    request["tokens"],
+                    (),
+                    time.monotonic() + offset_s,
                 )
                 answer = [handoff.stage, handoff.layers, handoff.control_address, handoff.hold]
             case "release":

@@ -17,6 +17,7 @@ from wavepp_worker.wire.mailbox import (
     FROM_LOOP,
     REPORTS,
     TO_LOOP,
+    Alive,
     Finished,
     Freed,
     Install,
@@ -27,7 +28,10 @@ from wavepp_worker.wire.mailbox import (
     Shutdown,
     StageHandoff,
     WaveDone,
+    WindowReport,
 )
+
+ALIVE_INTERVAL_MS = 100
 
 
 def main() -> int:
@@ -42,15 +46,18 @@ def main() -> int:
     reports.connect(boot.report_address)
     if misbehaviour != "mute":
         mailbox.send(FROM_LOOP.encode(LoopUp(f"tcp://loop{rank}", "store:1" if rank == 0 else "")))
-    wave = 0
+    wave, is_ready = 0, False
     while True:
+        while is_ready and not mailbox.poll(ALIVE_INTERVAL_MS):
+            mailbox.send(FROM_LOOP.encode(Alive()))
         message = TO_LOOP.decode(mailbox.recv())
         match message:
             case Peers(wave_addresses=addresses, store_address=store):
                 expected = tuple(f"tcp://loop{r}" for r in range(boot.config.cluster.stages))
                 assert (addresses, store) == (expected, "store:1"), message
                 slots = boot.config.cache.device_tokens // boot.plan.block_tokens
-                mailbox.send(FROM_LOOP.encode(LoopReady((slots,))))
+                mailbox.send(FROM_LOOP.encode(LoopReady((WindowReport("attention", slots),))))
+                is_ready = True
             case Install(rid=rid, prompt_tokens=tokens, endpoint=endpoint):
                 wave += 1
                 mailbox.send(FROM_LOOP.encode(WaveDone(wave, ((rid, tokens),))))

@@ -29,6 +29,7 @@ from wavepp_worker.wire.mailbox import (
     FROM_LOOP,
     REPORTS,
     TO_LOOP,
+    Alive,
     Drop,
     Fatal,
     Finished,
@@ -44,6 +45,7 @@ from wavepp_worker.wire.mailbox import (
     Shutdown,
     Stats,
     WaveDone,
+    WindowReport,
 )
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(170)]
@@ -113,6 +115,8 @@ class Rank:
                 case Freed(rid=rid):
                     assert rid not in self.freed
                     self.freed.append(rid)
+                case Alive():
+                    pass
                 case other:
                     pytest.fail(f"unexpected {other}")
 
@@ -166,7 +170,7 @@ class Worker:
         for rank in self.ranks:
             rank.send(peers)
         for rank in self.ranks:
-            assert rank.receive(START_S) == LoopReady((64,))
+            assert rank.receive(START_S) == LoopReady((WindowReport("attention", 64),))
 
     def install(self, rid: int, tokens: list[int], table: list[int], endpoint: int = 0) -> int:
         """Admit a request on every rank; return its ino."""
@@ -178,7 +182,7 @@ class Worker:
         """Admit on rank 0 only: its schedule overtakes the other ranks' Installs."""
         self.ino += 1
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
-        install = Install(self.ino, rid, len(tokens), endpoint, (tuple(table),), (), packed)
+        install = Install(self.ino, rid, len(tokens), endpoint, (tuple(table),), tokens=packed)
         self.ranks[0].send(install)
 
     def install_rest(self, rid: int, tokens: list[int], table: list[int], endpoint: int) -> None:

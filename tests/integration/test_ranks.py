@@ -183,6 +183,7 @@ async def wait_dead(pids: list[int], within_s: float) -> None:
 async def test_requests_pass_all_ranks_and_leave_nothing(
     stages: int, rounds: str, tmp_path: Path
 ) -> None:
+    """FS-59, FS-75, I44: evicting prompts; the books add up and deltas have no gap."""
     async with running(make_config(stages, rounds=rounds)) as worker:
         assert worker.of(WorkerReady) == [WorkerReady(CACHE_TOKENS)]
         prompt = list(range(200))
@@ -235,6 +236,7 @@ def tree_after(worker: Worker, rank: int) -> set[bytes]:
     [("wave0", "zmq"), ("wave1", "zmq"), ("loop0", "zmq"), ("loop1", "zmq"), ("wave0", "dynamo")],
 )
 async def test_killed_process_takes_the_worker_with_it(victim: str, rounds: str) -> None:
+    """FS-08"""
     async with running(make_config(2, rounds=rounds)) as worker:
         pids = worker.pids()
         os.kill(pids[victim], signal.SIGKILL)
@@ -260,6 +262,7 @@ async def test_rank_ignores_ctrl_c_and_obeys_sigterm() -> None:
 
 
 async def test_silent_rank_is_fatal() -> None:
+    """FS-08: a frozen stage."""
     async with running(make_config(2, collective_timeout_s=0.5)) as worker:
         pids = worker.pids()
         os.kill(pids["wave1"], signal.SIGSTOP)

@@ -89,7 +89,7 @@ def make_chunk(
         rid=rid,
         start=start,
         length=length,
-        table=tuple(table),
+        tables=(tuple(table),),
         tokens=token_bytes(prompt[start : start + length]),
         wants_token=wants_token,
     )

@@ -68,7 +68,7 @@ def test_long_prefix_needs_no_score_matrix(tmp_path: Path) -> None:
     stage = load_stage(tmp_path, spec, 1, 3, device="cuda", load_format="dummy")
     store = stage.make_store(640, 64)
     batch = build_batch(
-        [WaveChunk(rid=1, start=32_768, length=8192, table=tuple(range(640)))], 64, "cuda"
+        [WaveChunk(rid=1, start=32_768, length=8192, tables=(tuple(range(640)),))], 64, "cuda"
     )
     inputs = {"hidden": torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)}
     stage.forward(batch, inputs, store)

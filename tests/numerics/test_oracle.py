@@ -90,6 +90,7 @@ def assert_rows(got: torch.Tensor, case: Case, chunks: Sequence[int], start: int
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_shot_and_chunks_equal_transformers(case_of, variant: str) -> None:
+    """FS-48: tied and untied embeddings are among the variants."""
     case = case_of(variant)
     pipeline = Pipeline(case.folder, (0, 2, 5))
     for chunks in ([193], [64, 64, 64, 1]):
@@ -99,6 +100,7 @@ def test_one_shot_and_chunks_equal_transformers(case_of, variant: str) -> None:
 @pytest.mark.parametrize("bounds", ALL_CUTS, ids=str)
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_every_cut_equals_transformers(case_of, variant: str, bounds: tuple[int, ...]) -> None:
+    """FS-15"""
     case = case_of(variant)
     chunks = [80, 112, 1]
     assert_rows(Pipeline(case.folder, bounds).prefill(case.prompt, TABLE, chunks), case, chunks)
@@ -111,6 +113,7 @@ def test_every_cut_equals_transformers(case_of, variant: str, bounds: tuple[int,
 )
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_chunks_equal_transformers(case_of, variant: str, chunks: list[int]) -> None:
+    """FS-16"""
     case = case_of(variant)
     pipeline = Pipeline(case.folder, (0, 3, 5))
     assert_rows(pipeline.prefill(case.prompt, TABLE, chunks), case, chunks)
@@ -132,7 +135,7 @@ def test_queries_in_pieces_equal_transformers(
 def test_resuming_from_cached_blocks_equals_transformers(
     case_of, variant: str, endpoint: int
 ) -> None:
-    """Another request shares the first blocks and computes only what follows them."""
+    """FS-17, FS-24: another request shares the first blocks and computes only what follows them."""
     case = case_of(variant)
     pipeline = Pipeline(case.folder, (0, 2, 4, 5))
     rng = random.Random(5)

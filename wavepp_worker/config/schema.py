@@ -166,6 +166,8 @@ class ObsConfig(Section, frozen=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     stats_interval_s: PositiveFloat = 0.5
     """Processes report changed counters this often."""
+    slow_request_s: PositiveFloat = 60.0
+    """A request that takes longer than this is told in the log, phase by phase."""
 
 
 class DebugConfig(Section, frozen=True):

@@ -60,13 +60,16 @@ def build_batch(
         stop = chunk.start + chunk.length
         block_count = ceil_div(stop, block_tokens)
         check(chunk.length > 0, "a chunk has at least one token", rid=chunk.rid)
-        check(len(chunk.table) >= block_count, "block table too short", rid=chunk.rid, stop=stop)
+        check(len(chunk.tables) == 1, "this stage has one window", rid=chunk.rid)
+        check(
+            len(chunk.tables[0]) >= block_count, "block table too short", rid=chunk.rid, stop=stop
+        )
         check(
             len(chunk.tokens) == (4 * chunk.length if with_tokens else 0),
             "chunk and its tokens differ in length",
             rid=chunk.rid,
         )
-        table = np.asarray(chunk.table[:block_count], dtype=np.int64)
+        table = np.asarray(chunk.tables[0][:block_count], dtype=np.int64)
         places = np.arange(chunk.start, stop, dtype=np.int64)
         tables.append(table)
         positions.append(places)

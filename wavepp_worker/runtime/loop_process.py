@@ -16,12 +16,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import zmq
 
-from wavepp_worker.base.errors import ConfigError, PeerError
+from wavepp_worker.base.errors import ConfigError, PeerError, describe
 from wavepp_worker.base.types import LEADER, Epoch, Instant, Rank
 from wavepp_worker.executor.commands import (
     DropHold,
@@ -36,11 +36,8 @@ from wavepp_worker.executor.commands import (
 )
 from wavepp_worker.executor.events import HoldEnded, LoopEvent, Tick
 from wavepp_worker.executor.loop import LoopMachine, LoopSettings
-from wavepp_worker.planner.greedy import GreedyPlanner
+from wavepp_worker.planner.choose import make_planner, planner_settings
 from wavepp_worker.runtime.boot import Boot, begin_child, loop_address
-from wavepp_worker.runtime.stage_setup import Stage, build_stage
-from wavepp_worker.runtime.stage_work import describe
-from wavepp_worker.transport.activations import join_store, open_store
 from wavepp_worker.transport.sockets import (
     Context,
     Socket,
@@ -53,6 +50,7 @@ from wavepp_worker.wire.mailbox import (
     FROM_LOOP,
     REPORTS,
     TO_LOOP,
+    Alive,
     Fatal,
     LoopInbound,
     LoopOutbound,
@@ -66,9 +64,30 @@ from wavepp_worker.wire.mailbox import (
 )
 from wavepp_worker.wire.waves import WAVES
 
+if TYPE_CHECKING:
+    from wavepp_worker.runtime.stage_setup import Stage
+
 logger = logging.getLogger("wavepp_worker.runtime.loop_process")  # __name__ is __main__ here
 
 LAST_REPORT_LINGER_MS = 1000
+ALIVE_INTERVAL_S = 1.0  # or a quarter of the silence that counts as a loss, if that is less
+
+
+class DeviceSide(Protocol):
+    """Everything of a rank that needs a device; production's is `stage_setup.TorchSide`."""
+
+    def open_store(self) -> str:
+        """Return where the stages meet for their activations; "" on all ranks but the first."""
+
+    def build_stage(self, store_address: str, context: Context) -> Stage:
+        """Return the stage, connected to its neighbours.  Takes as long as loading weights does."""
+
+
+def open_torch(boot: Boot, rank: Rank) -> DeviceSide:
+    """Import torch, which takes a second, and return production's device side."""
+    from wavepp_worker.runtime.stage_setup import TorchSide
+
+    return TorchSide(boot, rank)
 
 
 class LoopSockets:
@@ -122,12 +141,15 @@ class LoopDriver:
         sockets: LoopSockets,
         *,
         stats_interval_s: float,
+        alive_interval_s: float,
     ) -> None:
         self._rank = rank
         self._machine = machine
         self._stage = stage
         self._sockets = sockets
         self._stats_interval_s = stats_interval_s
+        self._alive_interval_s = alive_interval_s
+        self._alive_due_at = Instant(0.0)
         self._stats_due_at = Instant(0.0)
         self._has_news = False  # counters may have changed since the last look at them
         self._reported: dict[str, float] = {}
@@ -151,15 +173,14 @@ class LoopDriver:
                 self._handle(HoldEnded(rid), now)
             self._handle(Tick(), now)
             self._report_stats(now)
+            self._report_alive(now)
 
-    def _timeout_ms(self) -> int | None:
+    def _timeout_ms(self) -> int:
         """Return how long to sleep if nothing happens; rounded up, so that deadlines have come."""
         deadlines = [self._machine.next_deadline(), self._stage.desk.next_deadline()]
         if self._has_news:
             deadlines.append(self._stats_due_at)
-        due = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        if due is None:
-            return None
+        due = min(deadline for deadline in (*deadlines, self._alive_due_at) if deadline is not None)
         return max(0, math.ceil((due - time.monotonic()) * 1e3))
 
     def _take_mail(self, message: LoopInbound, now: Instant) -> None:
@@ -191,13 +212,19 @@ class LoopDriver:
                 self._sockets.report(command.message)
             case OpenHold():
                 handoff = self._stage.desk.open_hold(
-                    command.rid, command.table, command.tokens, now
+                    command.rid, command.tables, command.tokens, command.states, now
                 )
                 self._sockets.report(Ready(command.rid, self._rank, handoff))
             case DropHold():
                 self._stage.desk.release(command.rid)
             case _:
                 assert_never(command)
+
+    def _report_alive(self, now: Instant) -> None:
+        """Tell WAVE that this process is not stuck; WAVE gives the worker up otherwise."""
+        if now >= self._alive_due_at:
+            self._alive_due_at = Instant(now + self._alive_interval_s)
+            self._sockets.tell_wave(Alive())
 
     def _report_stats(self, now: Instant) -> None:
         self._has_news = now < self._stats_due_at
@@ -211,26 +238,25 @@ class LoopDriver:
             self._sockets.report(Stats(rank=self._rank, role="loop", values=values))
 
 
-def run_loop(boot: Boot, rank: Rank, sockets: LoopSockets) -> None:
+def run_loop(
+    boot: Boot,
+    rank: Rank,
+    sockets: LoopSockets,
+    open_side: Callable[[Boot, Rank], DeviceSide],
+) -> None:
     """Start up, then serve until Shutdown.
 
     Raises:
         Exception: of any kind; fatal for the worker.
     """
     config, plan = boot.config, boot.plan
-    store, store_address = None, ""
-    if rank == LEADER and config.cluster.stages > 1:
-        store, store_address = open_store(
-            config.cluster.host, timeout_s=config.cluster.start_timeout_s
-        )
-    sockets.tell_wave(LoopUp(sockets.wave_address, store_address))
+    side = open_side(boot, rank)
+    sockets.tell_wave(LoopUp(sockets.wave_address, side.open_store()))
     peers = _await_peers(sockets, config.cluster.start_timeout_s)
     if peers is None:
         return
     sockets.connect(peers.wave_addresses)
-    if store is None and config.cluster.stages > 1:
-        store = join_store(peers.store_address, timeout_s=config.cluster.start_timeout_s)
-    stage = build_stage(boot, rank, store, sockets.context)
+    stage = side.build_stage(peers.store_address, sockets.context)
     settings = LoopSettings(
         rank=rank,
         stages=config.cluster.stages,
@@ -240,13 +266,18 @@ def run_loop(boot: Boot, rank: Rank, sockets: LoopSockets) -> None:
         admit_timeout_s=config.executor.admit_timeout_s,
         stall_timeout_s=config.executor.stall_timeout_s,
     )
-    planner = GreedyPlanner(
-        plan.wave_tokens_max, config.admission.batch_requests_max, plan.block_tokens
+    planner = make_planner(planner_settings(config, plan)) if rank == LEADER else None
+    machine = LoopMachine(settings, planner)
+    driver = LoopDriver(
+        rank,
+        machine,
+        stage,
+        sockets,
+        stats_interval_s=config.obs.stats_interval_s,
+        alive_interval_s=min(ALIVE_INTERVAL_S, config.transport.collective_timeout_s / 4),
     )
-    machine = LoopMachine(settings, planner if rank == LEADER else None)
-    driver = LoopDriver(rank, machine, stage, sockets, stats_interval_s=config.obs.stats_interval_s)
-    sockets.tell_wave(LoopReady(stage.slot_counts))
-    logger.info("ready rank=%d slots=%s", rank, stage.slot_counts)
+    sockets.tell_wave(LoopReady(stage.windows))
+    logger.info("ready rank=%d slots=%s", rank, [window.slots for window in stage.windows])
     driver.serve()
     stage.close()
 
@@ -261,13 +292,15 @@ def _await_peers(sockets: LoopSockets, timeout_s: float) -> Peers | None:
     raise PeerError(f"WAVE sent {type(message).__name__} before the peers")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(
+    arguments: Sequence[str], open_side: Callable[[Boot, Rank], DeviceSide] = open_torch
+) -> int:
     """Run one LOOP process; return its exit status."""
     boot, rank = begin_child(arguments)
     sockets = LoopSockets(boot, rank)
     status = 0
     try:
-        run_loop(boot, rank, sockets)
+        run_loop(boot, rank, sockets, open_side)
     except Exception as error:  # the process's top: record, tell serving, end
         text = f"stage {rank}: {describe(error)}"
         if isinstance(error, ConfigError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
-from wavepp_worker.base.types import Rank
+from wavepp_worker.base.types import LEADER, Rank
 from wavepp_worker.base.units import ceil_div
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
@@ -24,8 +24,9 @@ from wavepp_worker.runtime.boot import Boot
 from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
 from wavepp_worker.runtime.stage_work import StageWork
 from wavepp_worker.transfer.desk import HoldDesk
-from wavepp_worker.transport.activations import ActivationLink, Store
+from wavepp_worker.transport.activations import ActivationLink, Store, join_store, open_store
 from wavepp_worker.transport.sockets import Context
+from wavepp_worker.wire.mailbox import WindowReport
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,35 @@ class Stage:
 
     stream: CpuStageStream | CudaStageStream
     desk: HoldDesk
-    slot_counts: tuple[int, ...]  # device slots per window
+    windows: tuple[WindowReport, ...]
 
     def close(self) -> None:
         """Stop both.  Idempotent."""
         self.stream.close()
         self.desk.close()
+
+
+class TorchSide:
+    """What a LOOP process asks of torch at its start, in the order of the calls."""
+
+    def __init__(self, boot: Boot, rank: Rank) -> None:
+        self._boot, self._rank = boot, rank
+        self._store: Store = None  # not used with one stage
+
+    def open_store(self) -> str:
+        """Open the torch.distributed store of this epoch on rank 0; return its address."""
+        cluster = self._boot.config.cluster
+        if self._rank != LEADER or cluster.stages == 1:
+            return ""
+        self._store, address = open_store(cluster.host, timeout_s=cluster.start_timeout_s)
+        return address
+
+    def build_stage(self, store_address: str, context: Context) -> Stage:
+        """Join the store and build the stage."""
+        cluster = self._boot.config.cluster
+        if self._store is None and cluster.stages > 1:
+            self._store = join_store(store_address, timeout_s=cluster.start_timeout_s)
+        return build_stage(self._boot, self._rank, self._store, context)
 
 
 def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage:
@@ -95,7 +119,7 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
     )
     work = StageWork(model, kv_store, link)
     stream = CudaStageStream(work) if device.type == "cuda" else CpuStageStream(work)
-    return Stage(stream, desk, (blocks,))
+    return Stage(stream, desk, (WindowReport("attention", blocks),))
 
 
 def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.device:

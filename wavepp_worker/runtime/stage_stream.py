@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from wavepp_worker.base.errors import describe
 from wavepp_worker.executor.ports import WaveChunk, WaveFenced
 from wavepp_worker.model.metadata import WaveBatch, build_batch
 from wavepp_worker.runtime.stage_work import (
@@ -27,7 +28,6 @@ from wavepp_worker.runtime.stage_work import (
     Doorbell,
     StageWork,
     StreamTimes,
-    describe,
     pair_answers,
 )
 from wavepp_worker.transport.activations import Incoming

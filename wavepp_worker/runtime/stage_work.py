@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from wavepp_worker.base.errors import WavePPError
 from wavepp_worker.executor.ports import WaveChunk
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
@@ -102,14 +101,6 @@ class Doorbell:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
-
-
-def describe(error: BaseException) -> str:
-    """Return one readable line: our own errors as they are, others with their type."""
-    text = " ".join(str(error).split())
-    if isinstance(error, WavePPError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def pair_answers(

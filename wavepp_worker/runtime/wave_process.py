@@ -63,6 +63,7 @@ from wavepp_worker.runtime.wave_start import WaveStart
 from wavepp_worker.transport.rounds_base import RoundsLink
 from wavepp_worker.wire.mailbox import (
     Admitting,
+    Alive,
     Announce,
     CacheView,
     Cancel,
@@ -111,10 +112,15 @@ class WaveProcess:
         self._sockets = sockets
         self._link = link
         self._early_frames = start.early_frames
-        self._heard = start.heard
+        # Whoever this rank must hear of -> when it last did, on the monotonic clock.
+        self._heard = {f"rank {other}": at for other, at in start.heard.items()}
+        self._heard[f"loop{rank}"] = time.monotonic()
         plan = boot.plan
         self._cache = RankCache(
-            [WindowSpec(slots=count) for count in start.slot_counts],
+            [
+                msgspec.convert(msgspec.structs.asdict(window), WindowSpec)
+                for window in start.windows
+            ],
             plan.block_tokens,
             plan.floor_fraction,
             plan.floor_headroom_blocks,
@@ -152,10 +158,11 @@ class WaveProcess:
         frames, self._early_frames = [*self._early_frames, *self._link.receive()], []
         for rank, frame in frames:
             is_busy = True
-            self._heard[rank] = time.monotonic()
+            self._heard[f"rank {rank}"] = time.monotonic()
             self._feed(_round_event(ROUNDS.decode(frame)))
         for report in self._sockets.receive_loop():
             is_busy = True
+            self._heard[f"loop{self._rank}"] = time.monotonic()
             self._take_loop(report)
         for request in self._sockets.receive_front():
             is_busy = True
@@ -180,23 +187,23 @@ class WaveProcess:
                     self._perform(command)
                 if self._invariants == "idle" and not self._cache.view().sequence_count:
                     self._cache.check_invariants()
+            case Alive():
+                pass
             case LoopUp() | LoopReady():
                 raise PeerError(f"loop{self._rank} started twice")
             case _:
                 assert_never(message)
 
-    def _sleep_s(self) -> float | None:
-        """Return how long nothing needs to be done; None: until something arrives."""
+    def _sleep_s(self) -> float:
+        """Return how long nothing needs to be done if nothing arrives."""
         now = time.monotonic()
-        deadlines = []
-        if self._heard:
-            rank, heard_at = min(self._heard.items(), key=lambda item: item[1])
-            if now >= heard_at + self._silence_s:
-                raise PeerError(f"rank {rank} said nothing for {self._silence_s:g} s")
-            deadlines.append(heard_at + self._silence_s)
+        name, heard_at = min(self._heard.items(), key=lambda item: item[1])
+        if now >= heard_at + self._silence_s:
+            raise PeerError(f"{name} said nothing for {self._silence_s:g} s")
+        due = heard_at + self._silence_s
         if (deadline := self._inline.next_deadline()) is not None:
-            deadlines.append(deadline)
-        return max(0.0, min(deadlines) - now) if deadlines else None
+            due = min(due, deadline)
+        return max(0.0, due - now)
 
     # ── outward ──────────────────────────────────────────────────────────────────────────────
 

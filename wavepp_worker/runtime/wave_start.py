@@ -20,7 +20,7 @@ from wavepp_worker.runtime.wave_sockets import WaveSockets
 from wavepp_worker.transport.rounds_base import RoundsLink
 from wavepp_worker.transport.rounds_dynamo import DynamoRounds
 from wavepp_worker.transport.rounds_zmq import ZmqFollowerRounds, ZmqLeaderRounds
-from wavepp_worker.wire.mailbox import LoopReady, LoopUp, Peers
+from wavepp_worker.wire.mailbox import LoopReady, LoopUp, Peers, WindowReport
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class WaveStart:
 
     Attributes:
         link: the rounds link, once there is one.
-        slot_counts: LOOP's device slots per window.
+        windows: what LOOP has allocated.
         early_frames: what arrived on the link meanwhile, as `RoundsLink.receive` returns it.
         heard: neighbour in the star -> when it was last heard, on the monotonic clock.
     """
@@ -44,7 +44,7 @@ class WaveStart:
         self._membership = membership
         self._deadline = time.monotonic() + boot.config.cluster.start_timeout_s
         self.link: RoundsLink | None = None
-        self.slot_counts: tuple[int, ...] = ()
+        self.windows: tuple[WindowReport, ...] = ()
         self.early_frames: list[tuple[int, bytes]] = []
         self.heard: dict[int, float] = {}
 
@@ -58,7 +58,7 @@ class WaveStart:
         records = self._meet(up)
         addresses = tuple(record.wave_address for record in records)
         self._sockets.send_loop(Peers(addresses, records[LEADER].store_address))
-        self.slot_counts = self._sockets.await_loop(LoopReady, self._deadline).slot_counts
+        self.windows = self._sockets.await_loop(LoopReady, self._deadline).windows
         if self.link is None:
             self.link = self._open_link(records)
         self._await_star(self.link)

@@ -184,11 +184,11 @@ class _SlidingView(_View):
     def advance(self, index: int, block_input: bytes) -> bytes:
         slots, table = self._slots, self._table
         first = max(0, index + 1 - self._needed)
-        for block in range(first, index + 1):
+        for block in range(min(first, max(0, index - 1)), index + 1):
             check(table[block] >= 0, "a block that is attended to has a slot", block=block)
-        # Only what is inside the span may be chained, or the value would depend on more.
-        before = slots[table[index - 1]] if index > first else ZERO
-        slots[table[index]] = digest(self._name, before[:0], block_input)
+        # The block before is at hand in every run: an endpoint needs at least one.
+        before = slots[table[index - 1]] if index else ZERO
+        slots[table[index]] = digest(self._name, before, block_input)
         return digest(self._name, *(slots[table[block]] for block in range(first, index + 1)))
 
 

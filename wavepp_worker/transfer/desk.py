@@ -6,7 +6,7 @@ reads, the desk only answers a few small messages per request.  Typical driver:
     desk = HoldDesk(config.transfer, config.cluster.host, store, rank=s, layers=(first, stop),
                     block_tokens=B, dtype="bfloat16", fingerprint=plan.fingerprint)
     poller.register(desk.socket, zmq.POLLIN)
-    handoff = desk.open_hold(rid, table, prompt_tokens, now)      # after the last span's fence
+    handoff = desk.open_hold(rid, tables, prompt_tokens, (), now)  # after the last span's fence
     ...
     for rid in desk.poll(now):                                     # readable, or next_deadline()
         machine.handle(HoldEnded(rid), now)                        # -> Freed
@@ -40,7 +40,7 @@ from wavepp_worker.transfer.desk_wire import (
     Renew,
 )
 from wavepp_worker.transfer.holds import HoldTable
-from wavepp_worker.wire.mailbox import StageHandoff
+from wavepp_worker.wire.mailbox import StageHandoff, StateSlots
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +101,24 @@ class HoldDesk:
         """For the caller's poller (POLLIN): call `poll` when it is readable."""
         return self._socket
 
-    def open_hold(self, rid: int, table: Sequence[int], tokens: int, now: float) -> StageHandoff:
+    def open_hold(
+        self,
+        rid: int,
+        tables: Sequence[Sequence[int]],
+        tokens: int,
+        states: Sequence[StateSlots],
+        now: float,
+    ) -> StageHandoff:
         """Hold a finished prompt's slots; every wave that wrote them has passed its fence.
 
         Args:
-            table: slot of block 0, 1, ...; longer than needed is fine.
+            tables: of this stage's one window: slot of block 0, 1, ...; longer is fine.
             tokens: prompt length; the blocks that cover it are offered.
+            states: none: a stage with recurrent windows needs another desk.
             now: seconds, on the clock that `poll` is given.
         """
+        check(len(tables) == 1 and not states, "one attention window", rid=rid)
+        table = tables[0]
         blocks = ceil_div(tokens, self._block_tokens)
         check(0 < blocks <= len(table), "the table covers the prompt", rid=rid, tokens=tokens)
         check(max(table[:blocks]) < self._store.pool.shape[0], "slots are in the pool", rid=rid)

@@ -219,6 +219,8 @@ class Timeline(Struct, array_like=True, frozen=True):
     admitted_at: float = 0.0  # all ranks had committed; the Install left
     scheduled_at: float = 0.0  # LOOP0 emitted the first wave
     answered_at: float = 0.0  # LOOP0 had the first token
+    leased_at: float = 0.0  # rank 0 took its first lease; 0: not told
+    attempts: int = 0  # to admit it, the last one included; 0: not told
 
 
 class Finished(Struct, array_like=True, frozen=True, tag="finished"):

@@ -94,6 +94,7 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> N
 def test_damaged_checkpoints_are_refused_before_and_at_loading(
     tmp_path: Path, damage: Callable[[Path], None], words: list[str]
 ) -> None:
+    """FS-48: a missing weight is an error, never a random tensor."""
     folder = make_tiny_model(tmp_path, shards=2)
     spec = read_spec(folder)
     damage(folder)

@@ -173,6 +173,7 @@ def test_fingerprint_names_the_weights_not_their_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES.values())
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages_together_need_every_tensor(tmp_path: Path, family: str, is_tied: bool) -> None:
+    """FS-48: tied and untied."""
     spec = read_spec(write_config(tmp_path, family, tie_word_embeddings=is_tied))
     whole = tensor_shapes(spec, 0, 5)
     first, middle, last = (tensor_shapes(spec, *cut) for cut in ((0, 2), (2, 3), (3, 5)))

@@ -29,7 +29,7 @@ def make_store() -> KvStore:
 
 
 def make_chunk(start: int, length: int, table: tuple[int, ...], **changes: object) -> WaveChunk:
-    fields = {"rid": 1, "start": start, "length": length, "table": table} | changes
+    fields = {"rid": 1, "start": start, "length": length, "tables": (table,)} | changes
     return WaveChunk(**fields)
 
 
