@@ -2,6 +2,7 @@
 # make test     install what is missing, run the tests (ARGS="..." for pytest)
 # make slow     the tests that need the demo model or minutes
 # make check    lint, types, layers
+# make mutants  plant one-line faults in the core and show that a test sees each
 # make clean    remove the virtual environment (the model in the cache stays)
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ export UV_SYSTEM_CERTS ?= $(if $(wildcard /etc/ssl/certs/ca-certificates.crt),tr
 # The locks are complete, so nothing is resolved.  uv is the fast way, pip the sure one.
 INSTALL := $(SHELL) -c '$(PY) -m uv pip install -q --python $(PY) --no-deps "$$@" || $(PIP) install -q --no-deps "$$@"' install
 
-.PHONY: serve test slow check schema services clean
+.PHONY: serve test slow check schema mutants services clean
 
 serve: $(VENV)/.run $(MODEL)/model.safetensors
 	@$(VENV)/bin/dynamo serve graphs.disagg -f configs/smollm2-cpu.yaml \
@@ -37,6 +38,9 @@ check: $(VENV)/.test
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports
+
+mutants: $(VENV)/.test
+	@$(PY) tools/mutants.py $(ARGS)
 
 schema: $(VENV)/.run
 	@$(VENV)/bin/wavepp print-schema > configs/schema.json

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from wavepp_worker.bench.admission_command import add_admission_bench
 from wavepp_worker.bench.planners_command import add_planners_bench
 from wavepp_worker.bench.serve_command import add_serve_bench
 from wavepp_worker.bench.stage_command import add_stage_bench
@@ -48,6 +49,7 @@ def add_bench(commands: Any) -> None:
     add("--json", metavar="FILE", help="also write the figures here")
     idle.set_defaults(run=_idle)
     add_serve_bench(benches)
+    add_admission_bench(benches)
     add_stage_bench(benches)
     add_planners_bench(benches)
 
