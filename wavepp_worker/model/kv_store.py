@@ -1,10 +1,11 @@
-"""The block pool of one stage: one tensor, block-major.
+"""The block pools of one stage, device and host: one tensor each, block-major.
 
     pool_NLKHBD: [blocks N, layers L, 2 (key, value), kv_heads H, block_tokens B, head_dim D]
 
 One block of a stage is one contiguous range (`block_bytes`), so a hand-off needs one descriptor
 per block, and a stage's layers are a contiguous part of a whole-model row.  Heads lie outside
 tokens: a reader that owns some heads of a block finds each layer's share contiguous as well.
+Blocks move between the tiers as whole ranges, neighbours together.
 
 Legend: T tokens of the wave, S tokens of one sequence, n blocks of one sequence.
 """
@@ -12,7 +13,7 @@ Legend: T tokens of the wave, S tokens of one sequence, n blocks of one sequence
 # ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,10 +35,16 @@ class KvStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        host_blocks: int = 0,
     ) -> None:
         # Zeroed: no reader of a block may ever see another process's freed memory.
         self.pool = torch.zeros(
             (blocks, layers, 2, kv_heads, block_tokens, head_dim), dtype=dtype, device=device
+        )
+        # Pinned, so that copies run beside the waves; an empty tensor cannot be pinned.
+        is_pinned = self.pool.is_cuda and host_blocks > 0
+        self.host_pool = torch.zeros(
+            (host_blocks, *self.pool.shape[1:]), dtype=dtype, pin_memory=is_pinned
         )
         self.layers = layers
         self.blocks = blocks
@@ -87,9 +94,41 @@ class KvStore:
         return pair_KHSD[0], pair_KHSD[1]
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Perform cache copies.  Attention windows on the device tier have none.
+        """Move blocks between the tiers, in order; on CUDA on the current stream.
 
         Raises:
-            InvariantError: a copy names a tier or state that this store does not have.
+            InvariantError: a copy of state, or a slot that no pool has.
         """
-        check(not copies, "this store has one tier and no state slots", copies=copies)
+        for kind, source, target, count in merge_neighbours(copies):
+            if kind == "offload":
+                origin, goal = self.pool, self.host_pool
+            else:
+                origin, goal = self.host_pool, self.pool
+            check(
+                0 <= source <= len(origin) - count and 0 <= target <= len(goal) - count,
+                "slots are in the pools",
+                kind=kind,
+                source=source,
+                target=target,
+                count=count,
+            )
+            goal[target : target + count].copy_(origin[source : source + count], non_blocking=True)
+
+
+def merge_neighbours(copies: Sequence[Copy]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (kind, first source, first target, count): runs of slots that rise together.
+
+    Sources and targets of one kind lie on different tiers, so a run never reads what it wrote.
+    """
+    run: tuple[str, int, int, int] | None = None
+    for copy in copies:
+        check(copy.kind in {"offload", "onboard"}, "this store keeps no states", kind=copy.kind)
+        if run is not None:
+            kind, source, target, count = run
+            if (copy.kind, copy.source, copy.target) == (kind, source + count, target + count):
+                run = (kind, source, target, count + 1)
+                continue
+            yield run
+        run = (copy.kind, copy.source, copy.target, 1)
+    if run is not None:
+        yield run

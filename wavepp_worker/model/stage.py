@@ -77,8 +77,8 @@ class StageModel:
             return {"tokens": ((tokens,), torch.int64)}
         return {"hidden": ((tokens, self.spec.hidden), self.dtype)}
 
-    def make_store(self, blocks: int, block_tokens: int) -> KvStore:
-        """Return a zeroed pool of `blocks` blocks for this stage, on its device."""
+    def make_store(self, blocks: int, block_tokens: int, host_blocks: int = 0) -> KvStore:
+        """Return a zeroed pool of `blocks` blocks on this stage's device, and one on the host."""
         return KvStore(
             layers=len(self._weights.layers),
             blocks=blocks,
@@ -87,6 +87,7 @@ class StageModel:
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
             device=self.device,
+            host_blocks=host_blocks,
         )
 
     @torch.inference_mode()

@@ -103,9 +103,14 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
     link = _open_link(boot, rank, store, device)
     blocks = pool_blocks(boot, rank, device)
     size = f"{blocks} blocks of {plan.block_bytes} bytes"
+    on_host = host_blocks(boot, rank)
     with _memory_errors(f"allocating a cache of {size} (cache.device_tokens)", device):
-        kv_store = model.make_store(blocks, config.cache.block_tokens)
+        kv_store = model.make_store(blocks, config.cache.block_tokens, on_host)
     logger.info("cache: %s rank=%d device=%s", size, rank, device)
+    if on_host:
+        logger.info(
+            "host tier: %d blocks, %d bytes rank=%d", on_host, on_host * plan.block_bytes, rank
+        )
     desk = HoldDesk(
         config.transfer,
         config.cluster.host,
@@ -119,7 +124,7 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
     )
     work = StageWork(model, kv_store, link)
     stream = CudaStageStream(work) if device.type == "cuda" else CpuStageStream(work)
-    return Stage(stream, desk, (WindowReport("attention", blocks),))
+    return Stage(stream, desk, (WindowReport("attention", blocks, on_host),))
 
 
 def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.device:
@@ -177,6 +182,24 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
             f"no room for a cache on {device}: {free_bytes} bytes are free, one block of stage "
             f"{rank} takes {block_bytes}; use a smaller model, more stages or a smaller "
             "cache.block_tokens"
+        )
+    return blocks
+
+
+def host_blocks(boot: Boot, rank: Rank) -> int:
+    """Return how many blocks this stage's host tier gets.
+
+    Raises:
+        ConfigError: the host tiers of all stages do not fit what is free now.
+    """
+    config, plan = boot.config, boot.plan
+    blocks = config.cache.host_tokens // plan.block_tokens
+    needed_bytes = blocks * sum(stage.block_bytes for stage in plan.stages)
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if blocks and needed_bytes > free_bytes:
+        raise ConfigError(
+            f"cache.host_tokens = {config.cache.host_tokens}: the host tiers of all "
+            f"{len(plan.stages)} stages take {needed_bytes} bytes, {free_bytes} are free"
         )
     return blocks
 

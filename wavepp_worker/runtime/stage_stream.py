@@ -101,7 +101,7 @@ class CpuStageStream:
                     self._fenced.append(WaveFenced(wave, self._run(job)))
                     self._bell.ring()
                 else:
-                    self._work.store.copy(job)
+                    self._work.copy(job, self.times)
         except Exception as error:  # the thread's top: whatever failed is reported, then it ends
             self._fenced.append(WaveFenced(wave, error=describe(error)))
             self._bell.ring()
@@ -195,7 +195,7 @@ class CudaStageStream:
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue cache copies."""
         with torch.cuda.stream(self._streams.copy):
-            self._work.store.copy(copies)
+            self._work.copy(copies, self.times)
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves whose fence passed since the last call; launch what now fits."""

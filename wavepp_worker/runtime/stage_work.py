@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from wavepp_worker.model.metadata import WaveBatch
 from wavepp_worker.model.sampling import sample
 from wavepp_worker.model.stage import StageModel
 from wavepp_worker.transport.activations import ActivationLink, Incoming
+from wavepp_worker.wire.mailbox import Copy
 
 Answer = tuple[int, int, float]  # rid, token, logprob
 
@@ -29,6 +31,16 @@ class StreamTimes:
     forward_s: float = 0.0
     gap_s: float = 0.0
     receive_wait_s: float = 0.0  # the part of `gap` in which activations were awaited; CPU only
+    copy_s: float = 0.0  # on the compute thread or, on CUDA, enqueueing
+    offload_bytes: int = 0
+    onboard_bytes: int = 0
+
+    def note_copies(self, copies: Sequence[Copy], block_bytes: int, seconds: float) -> None:
+        """Add the copies of one Install."""
+        offloads = sum(copy.kind == "offload" for copy in copies)
+        self.offload_bytes += offloads * block_bytes
+        self.onboard_bytes += (len(copies) - offloads) * block_bytes
+        self.copy_s += seconds
 
     def stats(self) -> dict[str, float]:
         """Return counters by their metric names."""
@@ -36,6 +48,9 @@ class StreamTimes:
             "wavepp_forward_seconds_total": self.forward_s,
             "wavepp_gap_seconds_total": self.gap_s,
             "wavepp_receive_wait_seconds_total": self.receive_wait_s,
+            "wavepp_copy_seconds_total": self.copy_s,
+            "wavepp_offload_bytes_total": float(self.offload_bytes),
+            "wavepp_onboard_bytes_total": float(self.onboard_bytes),
         }
 
 
@@ -46,6 +61,12 @@ class StageWork:
     model: StageModel
     store: KvStore
     link: ActivationLink | None
+
+    def copy(self, copies: Sequence[Copy], times: StreamTimes) -> None:
+        """Perform the copies of one Install, or enqueue them on the current CUDA stream."""
+        began_at = time.monotonic()
+        self.store.copy(copies)
+        times.note_copies(copies, self.store.block_bytes, time.monotonic() - began_at)
 
     def receive(self, chunks: Sequence[WaveChunk]) -> Incoming | None:
         """Post the receive of a wave; None on the first stage, which starts from tokens."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from tests.numerics.pipeline import token_bytes
 from wavepp_worker.base.errors import InvariantError
 from wavepp_worker.executor.ports import WaveChunk
-from wavepp_worker.model.kv_store import KvStore
+from wavepp_worker.model.kv_store import KvStore, merge_neighbours
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.wire.mailbox import Copy
 
@@ -56,13 +58,6 @@ def test_a_block_is_one_range_of_bytes_at_the_declared_address() -> None:
     place = (5 * store.block_bytes + 1 * store.layer_bytes) // 4
     place += (1 * 2 + 1) * BLOCK * 6 + 2 * 6
     assert np.array_equal(flat[place : place + 6], store.pool[5, 1, 1, 1, 2].numpy())
-
-
-def test_copies_of_other_tiers_are_refused() -> None:
-    store = make_store()
-    store.copy([])
-    with pytest.raises(InvariantError, match="one tier"):
-        store.copy([Copy(kind="onboard", window=0, source=1, target=2)])
 
 
 def test_batch_of_mixed_chunks() -> None:
@@ -113,3 +108,42 @@ def test_later_stages_have_no_tokens() -> None:
 def test_impossible_waves_stop_the_rank(chunks: list[WaveChunk]) -> None:
     with pytest.raises(InvariantError):
         build_batch(chunks, BLOCK, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_between_the_tiers_are_those_of_a_naive_store(seed: int) -> None:
+    """In order, also when a later copy uses a slot of an earlier one; neighbours go together."""
+    draw = random.Random(seed)
+    store = KvStore(
+        layers=2, blocks=7, kv_heads=1, block_tokens=4, head_dim=2, dtype=torch.float32,
+        device="cpu", host_blocks=5,
+    )  # fmt: skip
+    store.pool.copy_(torch.rand(store.pool.shape))
+    store.host_pool.copy_(torch.rand(store.host_pool.shape))
+    device, host = store.pool.clone(), store.host_pool.clone()
+    copies = []
+    for _ in range(30):
+        kind = draw.choice(["offload", "onboard"])
+        first, count = (7, 5) if kind == "offload" else (5, 7)
+        source, target = draw.randrange(first), draw.randrange(count)
+        copies += [
+            Copy(kind, 0, source + step, target + step)
+            for step in range(draw.choice([1, 1, 3]))
+            if source + step < first and target + step < count
+        ]
+    for copy in copies:
+        if copy.kind == "offload":
+            host[copy.target] = device[copy.source]
+        else:
+            device[copy.target] = host[copy.source]
+    store.copy(copies)
+    assert torch.equal(store.pool, device)
+    assert torch.equal(store.host_pool, host)
+    assert len(list(merge_neighbours(copies))) < len(copies)
+
+
+def test_copies_that_no_tier_has_are_refused() -> None:
+    store = make_store()
+    for copy in (Copy("zero_state", 0, -1, 0), Copy("offload", 0, 0, 0), Copy("onboard", 0, 0, 1)):
+        with pytest.raises(InvariantError):
+            store.copy((copy,))
