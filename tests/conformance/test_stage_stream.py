@@ -25,6 +25,7 @@ from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
 from wavepp_worker.runtime.stage_work import StageWork
 from wavepp_worker.transport.activations import ActivationLink, join_store, open_store
+from wavepp_worker.wire.mailbox import Copy
 
 B, BLOCKS, LAYERS, VOCAB = 8, 32, 3, 97
 DEADLINE_S = 60.0
@@ -95,7 +96,7 @@ def open_pipeline(folder: Path, kind: str, stages: int, timeout_s: float) -> lis
                 timeout_s=timeout_s,
                 device=device,
             )
-        work = StageWork(model, model.make_store(BLOCKS, B), link)
+        work = StageWork(model, model.make_store(BLOCKS, B, host_blocks=BLOCKS), link)
         streams[rank] = CudaStageStream(work) if kind == "cuda" else CpuStageStream(work)
 
     threads = [threading.Thread(target=open_stage, args=(rank,)) for rank in range(stages)]
@@ -197,6 +198,39 @@ def test_a_reused_prefix_answers_like_a_cold_prompt(pipeline: Pipeline) -> None:
     token, logprob = whole(pipeline, second)
     assert found[2][0] == token
     assert found[2][1] == pytest.approx(logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_wave_sees_the_copies_enqueued_before_it(pipeline: Pipeline, stages: int) -> None:
+    """A prefix goes to the host, its slots are used by another prompt, and it comes back elsewhere.
+
+    The copies and the waves that depend on them are enqueued at once; the last wave answers as if
+    nothing had moved.  [I47, FS-26]
+    """
+    shared = prompt(16)
+    first, other, second = (
+        shared + prompt(3, salt=2),
+        prompt(30, salt=4),
+        shared + prompt(9, salt=3),
+    )
+    streams = pipeline(stages)
+    run_everywhere(streams, 1, [(1, first, 0, len(first), [4, 7, 5])])
+    for stream in streams:
+        await_fences(stream, 1)  # only what has passed its fence is ever offloaded
+        stream.copy((Copy("offload", 0, 4, 2), Copy("offload", 0, 7, 3)))
+    run_everywhere(streams, 2, [(2, other, 0, len(other), [4, 7, 10, 13])])
+    for stream in streams:
+        stream.copy((Copy("onboard", 0, 2, 20), Copy("onboard", 0, 3, 21)))
+    run_everywhere(streams, 3, [(3, second, 16, len(second), [20, 21, 11, 12])])
+    for stream in streams[:-1]:
+        await_fences(stream, 2)
+    found = answers(await_fences(streams[-1], 2))
+    for rid, tokens in ((2, other), (3, second)):
+        token, logprob = whole(pipeline, tokens)
+        assert found[rid][0] == token
+        assert found[rid][1] == pytest.approx(logprob, abs=1e-4)
+    times = streams[0].times.stats()
+    assert times["wavepp_offload_bytes_total"] == times["wavepp_onboard_bytes_total"] > 0
 
 
 def test_the_descriptor_is_readable_exactly_while_something_is_due(pipeline: Pipeline) -> None:
