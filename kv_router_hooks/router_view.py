@@ -104,6 +104,10 @@ class RouterView:
         """Return the keys of all published blocks."""
         return [stored.key for stored in self._quorum.published()]
 
+    def resumable_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return how many blocks of a prompt all ranks can resume now."""
+        return self._quorum.resumable_blocks(keys)
+
     def resumable_keys(self, rank: int, held: Sequence[Iterable[bytes]]) -> set[bytes]:
         """Return the blocks that one rank alone can resume.  Cost: O(held blocks).
 

@@ -29,7 +29,6 @@ FIELD_L1 = [f"FS-{number}" for number in (*range(40, 55), *range(74, 90))]
 EXEMPT: dict[str, str] = {
     "FS-45": "the share of a wave that one request may take belongs to the planner's own tests",
     "FS-46": "how many waves are in the ring is measured with the planner's pipeline model",
-    "FS-49": "no load is waited for in a queue: a host block is copied in after admission",
     "FS-50": "eviction goes by age alone; only prefixes in use are protected from a scan",
     "FS-77": "the queue to the router and what it drops are Dynamo's publisher's",
     "FS-83": "addresses and ports of the event plane are Dynamo's",

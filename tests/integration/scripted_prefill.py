@@ -104,7 +104,9 @@ class ScriptedPrefill(LLMEngine):
             block_tokens=BLOCK,
             first_token=int(logits[-1].argmax()),
             first_logprob=float(logits[-1].log_softmax(-1).max()),
-            stages=tuple(desk.open_hold(rid, (table,), len(prompt), (), now) for desk in self._desks),
+            stages=tuple(
+                desk.open_hold(rid, (table,), len(prompt), (), now) for desk in self._desks
+            ),
         )
         beginning = tuple(prompt[:8])  # a retry's prompt ends with the tokens answered so far
         if prompt[0] == self._settings["spoiled_token"] and beginning not in self._spoiled:

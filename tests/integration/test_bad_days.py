@@ -91,6 +91,7 @@ def random_prompt(draw: random.Random, length: int) -> list[int]:
 async def test_a_killed_process_ends_its_worker_and_the_other_one_serves(
     tmp_path: Path, victim: tuple[str, ...]
 ) -> None:
+    """FS-08"""
     draw = random.Random(11)
     with deployment(tmp_path) as deploy:
         url, ports = start(deploy, tmp_path / "model", workers=2)
@@ -116,6 +117,7 @@ async def test_a_killed_process_ends_its_worker_and_the_other_one_serves(
 
 
 async def test_clients_that_vanish_leave_nothing_behind(tmp_path: Path) -> None:
+    """FS-01 in part: cancels at random moments around a shared prefix, without injected delays."""
     draw = random.Random(13)
     with deployment(tmp_path) as deploy:
         url, ports = start(deploy, tmp_path / "model", transfer={"hold_s": 2.0})
@@ -139,6 +141,7 @@ async def test_clients_that_vanish_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 async def test_a_dead_decode_worker_frees_its_holds(tmp_path: Path) -> None:
+    """FS-61, FS-67: a new decode worker is served without a restart of prefill."""
     draw = random.Random(17)
     with deployment(tmp_path) as deploy:
         url, ports = start(deploy, tmp_path / "model", transfer={"hold_s": 2.0})

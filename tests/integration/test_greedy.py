@@ -53,6 +53,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 async def test_answers_equal_transformers(tmp_path: Path, family: str, stages: int) -> None:
+    """FS-17, FS-18, FS-22, FS-73: cold, copied, repeated and extended prompts; lengths around B."""
     folder = tmp_path / "model"
     make_tiny_model(folder, family, seed=stages)
     model = reference(folder)

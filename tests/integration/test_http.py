@@ -93,6 +93,7 @@ BAD = {
 def test_bad_input_is_refused_and_the_next_request_is_fine(
     served: tuple[Deployment, str, int], case: str
 ) -> None:
+    """FS-52, FS-53"""
     deploy, url, port = served
     reply = post(url, BAD[case])
     assert reply.status_code == 400, f"{reply.status_code} {reply.text}\n{deploy.logs()}"
@@ -103,6 +104,7 @@ def test_bad_input_is_refused_and_the_next_request_is_fine(
 
 
 def test_the_same_request_id_twice_is_served_twice(served: tuple[Deployment, str, int]) -> None:
+    """FS-51"""
     _, url, _ = served
     headers = {"x-request-id": "5f5b2b3e-6a0b-4f0e-9df3-0f3a54b3a111"}
     body = {

@@ -50,6 +50,7 @@ def control(port: int, name: str) -> dict[str, Any]:
 
 
 def test_follow_ups_return_to_their_prefix_and_the_view_stays_true(tmp_path: Path) -> None:
+    """FS-74: also after an eviction storm."""
     folder = tmp_path / "model"
     make_tiny_model(folder, "llama", seed=3)
     ports = (free_port(), free_port())

@@ -102,6 +102,7 @@ async def observed(
 async def test_the_router_is_told_exactly_what_all_stages_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """FS-74, FS-80, FS-87: Dynamo's own index, reuse, and the same prompt under salts."""
     make_tiny_model(tmp_path / "model", "llama", seed=1)
     port = free_port()
     draw = random.Random(3)

@@ -97,6 +97,7 @@ def one_thread() -> Iterator[None]:
 async def test_a_crowd_gets_right_answers_and_leaves_nothing_behind(
     tmp_path: Path, seed: int
 ) -> None:
+    """FS-19, FS-57, FS-59: cancels, forgotten hand-offs, repeats; a cache that is too small."""
     folder = tmp_path / "model"
     make_tiny_model(folder, "llama", seed=seed)
     draw = random.Random(seed)

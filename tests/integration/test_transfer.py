@@ -76,6 +76,7 @@ def make_handoff(tokens: int, *stages: StageHandoff, **changes: object) -> Hando
 async def test_the_reader_sees_exactly_the_exporters_bytes(
     stages: int, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """FS-65: uneven cuts; each layer is covered once."""
     if transports == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")
     chance = random.Random(stages)
@@ -145,6 +146,7 @@ async def test_a_repeated_open_is_refused_while_the_first_read_goes_on() -> None
 
 @pytest.mark.parametrize("ending", ["cancelled", "expired", "unknown"])
 async def test_a_hold_that_is_not_there_is_refused(ending: str) -> None:
+    """FS-62"""
     with Exporter(hold_s=30.0) as exporter, make_reader(2) as (reader, pool):
         stage = hold(exporter, 1, [3, 4], 20)
         if ending == "cancelled":
@@ -160,7 +162,7 @@ async def test_a_hold_that_is_not_there_is_refused(ending: str) -> None:
 
 
 async def test_a_read_that_outlives_its_hold_is_discarded() -> None:
-    """S16: the slots are reused while the read runs; without the notice nobody would know."""
+    """FS-62, S16: slots are reused while the read runs; without the notice nobody would know."""
     with Exporter() as exporter, make_reader(2) as (reader, _):
         handoff = make_handoff(20, hold(exporter, 1, [3, 4], 20))
 
@@ -177,6 +179,7 @@ async def test_a_read_that_outlives_its_hold_is_discarded() -> None:
 
 
 async def test_one_expired_stage_spoils_the_whole_fetch() -> None:
+    """FS-62, FS-65: ready only when every stage's part is complete."""
     with (
         Exporter(0, (0, 1)) as first,
         Exporter(1, (1, 2)) as second,
@@ -196,6 +199,7 @@ async def test_one_expired_stage_spoils_the_whole_fetch() -> None:
 
 
 async def test_a_long_read_renews_its_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FS-62"""
     monkeypatch.setattr("wavepp_worker.transfer.fetch.PIECE_BYTES", 1)  # one block a piece
     with Exporter(hold_s=12.0) as exporter, make_reader(2, hold_s=12.0) as (reader, pool):
         looks = 0
@@ -224,6 +228,7 @@ async def test_a_fetch_that_nobody_wants_ends_and_frees() -> None:
 
 
 async def test_a_declined_hold_ends_at_once() -> None:
+    """FS-61"""
     with Exporter() as exporter, make_reader(2) as (reader, _):
         handoff = make_handoff(20, hold(exporter, 1, [3, 4], 20))
         await reader.decline(handoff)
@@ -232,6 +237,7 @@ async def test_a_declined_hold_ends_at_once() -> None:
 
 
 async def test_workers_that_do_not_fit_are_told_why() -> None:
+    """FS-66"""
     with Exporter() as exporter, make_reader(2) as (reader, _):
         stage = hold(exporter, 1, [3, 4], 20)
         cases: list[tuple[Callable[[], Handoff], str]] = [
@@ -258,6 +264,7 @@ async def test_workers_that_do_not_fit_are_told_why() -> None:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 async def test_a_lost_exporter_fails_the_fetch_in_time(how: str) -> None:
+    """FS-64"""
     with Exporter() as exporter, make_reader(2, hold_s=3.0) as (reader, _):
         handoff = make_handoff(20, hold(exporter, 1, [3, 4], 20))
 
@@ -281,6 +288,7 @@ async def test_a_lost_exporter_fails_the_fetch_in_time(how: str) -> None:
 async def test_an_exporter_killed_in_the_middle_of_a_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """FS-64"""
     monkeypatch.setenv("UCX_TLS", "tcp")  # the copy is not done inside the call
     blocks = 8192  # 64 MiB
     with Exporter(blocks=blocks) as exporter, make_reader(2, blocks=blocks) as (reader, _):

@@ -169,18 +169,24 @@ LARGE_CASES: dict[str, Case] = {
     "two ranks, one host slot, one eviction": contested(
         WorldSpec(windows=(dense(6, 1),) * 2, evictions=1, has_instant_loop=True),
     ),
-    "two ranks, the same, one cancel and one eviction": contested(
+    "two ranks, one host slot, slow stages": contested(
+        WorldSpec(windows=(dense(6, 1),) * 2),
+    ),
+    "two ranks, no host slot, one cancel and one eviction": contested(
         WorldSpec(windows=(dense(8),) * 2, cancels=1, evictions=1, has_instant_loop=True),
     ),
     "two ranks with different snapshots, one cancel": uneven(
-        WorldSpec(windows=(hybrid(8, 4),) * 2, cancels=1, evictions=1),
+        WorldSpec(windows=(hybrid(8, 4),) * 2, cancels=1, has_instant_loop=True),
+    ),
+    "two ranks with different snapshots, slow stages, one cancel": uneven(
+        WorldSpec(windows=(hybrid(8, 4),) * 2, snapshot_interval_tokens=2, cancels=1),
     ),
     "an attention rank and a hybrid rank": uneven(
         WorldSpec(windows=(dense(8), hybrid(8, 4)), evictions=1, has_instant_loop=True),
         coming=((1, 1, 1, 9),),
     ),
-    "three ranks, one request, slow stages": Case(
-        spec=WorldSpec(windows=(dense(4),) * 3), present=((1, 2, 3),)
+    "three ranks, one request, slow stages, one cancel": Case(
+        spec=WorldSpec(windows=(dense(4),) * 3, cancels=1), present=((1, 2, 3),)
     ),
     "three ranks, two requests, one cancel": Case(
         spec=WorldSpec(windows=(dense(4),) * 3, cancels=1, has_instant_loop=True),
@@ -212,15 +218,22 @@ def test_the_search_is_the_same_each_time() -> None:
     assert explore_case(case) == explore_case(case)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["one rank, one host slot, one eviction", "two ranks with different snapshots, one eviction"],
-)
-def test_worlds_that_are_taken_for_one_state_behave_alike(name: str) -> None:
+def check_merges(name: str) -> None:
     """The search is complete only if what the pictures leave out decides nothing."""
     case = CASES[name]
     found = explore(world_of(case), states_max=case.states_max, check_merges=True)
     assert found.steps > found.states  # states were merged
+
+
+@pytest.mark.parametrize("name", ["one rank, two state slots", "two ranks, one host slot"])
+def test_worlds_that_are_taken_for_one_state_behave_alike(name: str) -> None:
+    check_merges(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_all_worlds_that_are_taken_for_one_state_behave_alike(name: str) -> None:
+    check_merges(name)
 
 
 def test_a_world_that_is_too_large_is_not_taken_for_explored() -> None:

@@ -120,6 +120,7 @@ class Attempts:
         if request.is_holding:
             mark("admission.implicit_release")
         yield from self.release(request)
+        request.leased_at = request.leased_at or now
         request.attempt = record.attempt
         self._move(request, Phase.LEASING, now, f"attempt {record.attempt}")
         acquire = AcquireLease(request.rid, record.attempt, record.endpoint)

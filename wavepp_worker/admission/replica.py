@@ -195,6 +195,8 @@ class Replica:
                     sampling=request.sampling,
                     announced_at=announced_at,
                     admitted_at=now,
+                    leased_at=request.leased_at,
+                    attempts=request.attempt,
                 )
             )
         )

@@ -29,6 +29,7 @@ class RankRequest:
     hints: dict[int, int] = field(default_factory=dict)  # rank -> voted hint
     candidate: int | None = None  # min over ranks, once all have voted
     attempt: int = 0
+    leased_at: float = 0.0  # when the first attempt began here
     endpoint: int = 0  # leased while an attempt is open, agreed once ADMITTED
     ino: int = 0  # > 0: ADMITTED
     is_holding: bool = False  # lease and escrow exist in the cache

@@ -111,7 +111,7 @@ def measure_stage(options: StageOptions, note: Callable[[str], None]) -> StageRe
         machine={
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "cores": os.cpu_count(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
     )

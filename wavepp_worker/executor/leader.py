@@ -34,6 +34,8 @@ class _Due(Struct):
     prompt_tokens: int
     announced_at: float
     admitted_at: float
+    leased_at: float
+    attempts: int
     snapshot_points: frozenset[int]
     scheduled_at: float = 0.0
 
@@ -67,6 +69,8 @@ class WaveLeader:
             install.prompt_tokens,
             install.announced_at,
             install.admitted_at,
+            install.leased_at,
+            install.attempts,
             frozenset(install.snapshot_points),
         )
         self._planner.add_lane(
@@ -116,7 +120,14 @@ class WaveLeader:
         for answer in result.first_tokens:
             due = self._unanswered.pop(answer.rid, None)
             if due is not None:
-                timeline = Timeline(due.announced_at, due.admitted_at, due.scheduled_at, now)
+                timeline = Timeline(
+                    announced_at=due.announced_at,
+                    admitted_at=due.admitted_at,
+                    scheduled_at=due.scheduled_at,
+                    answered_at=now,
+                    leased_at=due.leased_at,
+                    attempts=due.attempts,
+                )
                 finished.append(
                     Finished(answer.rid, due.endpoint, answer.token, answer.logprob, timeline)
                 )

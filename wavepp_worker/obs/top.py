@@ -135,7 +135,7 @@ def worker_row(before: Page, now: Page, seconds: float) -> WorkerRow:
     return WorkerRow(
         requests_per_s=rate("wavepp_prefill_seconds_count"),
         prompt_tokens_per_s=prompt,
-        reuse_share=rate("wavepp_reused_tokens_total") / prompt if prompt else None,
+        reuse_share=rate("wavepp_cached_tokens_total") / prompt if prompt else None,
         queue=gauge("queue_requests"),
         pending=gauge("pending_requests"),
         ring=gauge("ring_waves"),

@@ -28,6 +28,7 @@ from wavepp_worker.base.errors import InvariantError, PeerError, RequestError, W
 from wavepp_worker.config.load import load_config
 from wavepp_worker.config.schema import Config
 from wavepp_worker.obs.metrics import ServingMetrics
+from wavepp_worker.obs.spans import RequestSpans, spans_from_environment
 from wavepp_worker.serving.chunks import cancelled_chunk, terminal_chunk
 from wavepp_worker.serving.errors import RequestTimeoutError, error_code, to_dynamo
 from wavepp_worker.serving.pipeline import Pipeline
@@ -35,6 +36,7 @@ from wavepp_worker.serving.ranks import Launch, launch, read_plan
 from wavepp_worker.serving.registration import engine_config, worker_config
 from wavepp_worker.serving.request import RequestLimits, read_request
 from wavepp_worker.serving.requests import LiveRequest
+from wavepp_worker.serving.stories import ServingStory, Stories
 from wavepp_worker.wire.mailbox import Finished
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
     Args:
         launch: starts the ranks; tests put scripted ones in.
         leave: ends this process when the worker has failed.
+        spans: where traces go; None: nowhere.
     """
 
     def __init__(
@@ -72,11 +75,13 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         *,
         launch: Launch,
         leave: Callable[[int], None] = exit_process,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._config = config
         self._launch = launch
         self._leave = leave
         self._metrics = ServingMetrics()
+        self._stories = Stories(self._metrics, logger, config.obs.slow_request_s, spans)
         self._pipeline: Pipeline | None = None
         self._limits: RequestLimits | None = None  # set once requests can be served
         self._leaving: asyncio.Task[None] | None = None
@@ -96,7 +101,9 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         config = load_config(options.config, options.set)
         logging.getLogger("wavepp_worker").setLevel(config.obs.log_level)
         facts, plan = read_plan(config)
-        return cls(config, launch=partial(launch, facts, plan)), worker_config(config)
+        worker = worker_config(config)
+        spans = spans_from_environment(os.environ)
+        return cls(config, launch=partial(launch, facts, plan), spans=spans), worker
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Start the ranks and wait until they can take requests.
@@ -125,22 +132,24 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
     ) -> AsyncGenerator[GenerateChunk, None]:
         """Serve one request: one terminal chunk, or one of Dynamo's exceptions."""
         pipeline = self._pipeline
+        story = self._stories.begin(context.id(), context.trace_headers())
         try:
             if pipeline is None or self._limits is None:
                 raise PeerError("the worker is not ready")
-            chunk = await self._serve(request, context, pipeline, self._limits)
+            chunk = await self._serve(request, context, story, pipeline, self._limits)
         except WavePPError as error:
-            code = error_code(error)
-            self._metrics.requests.labels(code).inc()
             # The text of a client's mistake may quote the prompt: the client alone gets it.
-            told = "" if isinstance(error, RequestError) else f": {error}"
-            logger.warning("request failed: request=%s code=%s%s", context.id(), code, told)
+            told = "" if isinstance(error, RequestError) else str(error)
+            self._stories.fail(story, error_code(error), told)
             raise to_dynamo(error) from None
         except InvariantError as error:  # the top of this request: the program is wrong
             if pipeline is not None:
                 pipeline.fail(f"serving: {error}")
-            logger.exception("invariant broken: request=%s", context.id())
+            logger.exception("invariant broken: %s", story)
             raise to_dynamo(PeerError(str(error))) from error
+        except asyncio.CancelledError:
+            self._stories.end(story, "cancelled")
+            raise
         yield chunk
 
     async def is_quiescent(self) -> bool | None:
@@ -153,6 +162,7 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
             logger.info("stopping the ranks")
             await self._pipeline.stop()
             self._limits = None
+            await self._stories.close()
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Keep the endpoint, to leave discovery when the worker fails."""
@@ -207,33 +217,29 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
             return {"status": "error", "message": str(error) or "a rank did not answer"}
 
     async def _serve(
-        self, request: GenerateRequest, context: Any, pipeline: Pipeline, limits: RequestLimits
+        self,
+        request: GenerateRequest,
+        context: Any,
+        story: ServingStory,
+        pipeline: Pipeline,
+        limits: RequestLimits,
     ) -> GenerateChunk:
-        started = time.monotonic()
         prompt = read_request(request, limits)
         count = prompt.prompt_tokens
         live = pipeline.submit(prompt)
+        self._stories.announced(story, live, count)
         try:
             finished = await self._until_finished(live, context)
             if finished is None:
-                self._metrics.requests.labels("cancelled").inc()
+                self._stories.end(story, "cancelled")
                 return cancelled_chunk(count)
             if is_probe(request):  # nobody will fetch the state: `cancel` below ends its holds
-                self._metrics.requests.labels("probe").inc()
+                self._stories.end(story, "probe")
                 return terminal_chunk(count, finished.endpoint, finished.token, None)
             handoff = pipeline.hand_off(live, prompt, finished)
         finally:
             pipeline.cancel(live)
-        seconds = time.monotonic() - started
-        self._metrics.note_served(count, finished.endpoint, seconds)
-        logger.debug(
-            "served: request=%s rid=%d prompt_tokens=%d endpoint=%d seconds=%.3f",
-            context.id(),
-            live.rid,
-            count,
-            finished.endpoint,
-            seconds,
-        )
+        self._stories.end(story, "served")
         return terminal_chunk(count, finished.endpoint, finished.token, handoff.to_params())
 
     async def _until_finished(self, live: LiveRequest, context: Any) -> Finished | None:
@@ -270,5 +276,6 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
             if self._pipeline is not None:
                 await self._pipeline.stop()
             await asyncio.sleep(LAST_ANSWERS_S)
+            await self._stories.close()
         finally:
             self._leave(EXIT_FAILED)

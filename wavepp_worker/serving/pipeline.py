@@ -100,11 +100,14 @@ class Pipeline:
         """
         live = self._requests.open()
         scope = scope_key(self.plan.fingerprint, salt=prompt.salt)
-        keys = sequence_keys(prompt.tokens, self.plan.block_tokens, scope)
+        block_tokens = self.plan.block_tokens
+        keys = sequence_keys(prompt.tokens, block_tokens, scope)
+        chain = split_keys(keys)
+        # The last token is always computed.
+        reusable = chain[: (prompt.prompt_tokens - 1) // block_tokens]
         # The view must know the blocks before any rank can report them.
-        self.publisher.publish(
-            self._view.open(live.rid, split_keys(keys), prompt.tokens, prompt.salt)
-        )
+        self.publisher.publish(self._view.open(live.rid, chain, prompt.tokens, prompt.salt))
+        live.expected_tokens = self._view.resumable_blocks(reusable) * block_tokens
         self._send(
             lambda: self._front.announce(
                 Announce(

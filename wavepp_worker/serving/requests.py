@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from enum import Enum
 
 from wavepp_worker.base.errors import (
@@ -41,6 +42,9 @@ class LiveRequest:
 
     Attributes:
         outcome: done when the request can be answered; raises why it cannot.
+        finished: what rank 0 told, once it has the first token.
+        expected_tokens: what every stage could resume when the request came.
+        when_gone: called when no rank holds anything of an answered request any more.
     """
 
     def __init__(self, rid: int, stages: int) -> None:
@@ -50,8 +54,10 @@ class LiveRequest:
         # Nobody may be left to look at a failure.
         self.outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._stages = stages
+        self.finished: Finished | None = None
+        self.expected_tokens = 0
+        self.when_gone: Callable[[], None] = lambda: None
         self._handoffs: dict[int, StageHandoff] = {}
-        self._finished: Finished | None = None
 
     def handoffs(self) -> tuple[StageHandoff, ...]:
         """Return every stage's hand-off, first stage first."""
@@ -62,11 +68,11 @@ class LiveRequest:
         if isinstance(report, Ready):
             self._handoffs[report.rank] = report.handoff
         else:
-            self._finished = report
-        if self._finished is None or len(self._handoffs) < self._stages or self.outcome.done():
+            self.finished = report
+        if self.finished is None or len(self._handoffs) < self._stages or self.outcome.done():
             return
-        if math.isfinite(self._finished.logprob):
-            self.outcome.set_result(self._finished)
+        if math.isfinite(self.finished.logprob):
+            self.outcome.set_result(self.finished)
         else:
             self.fail(DeviceError("the model's output is not a number"))
 
@@ -134,6 +140,7 @@ class LiveRequests:
         del self._live[report.rid]
         if request.state is RequestState.ANSWERED:
             self._answered_count -= 1
+            request.when_gone()
         if isinstance(report, Gone):
             request.fail(TransferError("the request ended on the ranks without an answer"))
         elif report.code == OVERLOADED:

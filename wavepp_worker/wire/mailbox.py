@@ -103,7 +103,9 @@ class Install(Struct, array_like=True, frozen=True, tag="install"):
     tokens: bytes = b""  # rank 0 only: u32 little-endian, the whole prompt
     sampling: Sampling | None = None
     announced_at: float = 0.0  # rank 0 only: when the announce arrived
-    admitted_at: float = 0.0  # both in seconds on this host's monotonic clock
+    admitted_at: float = 0.0  # all three in seconds on this host's monotonic clock
+    leased_at: float = 0.0  # when this rank took its first lease
+    attempts: int = 0  # to admit it, the last one included
 
 
 class Drop(Struct, array_like=True, frozen=True, tag="drop"):

@@ -27,7 +27,7 @@ wavepp_host_free_blocks{{rank="1",role="wave"}} 3
 wavepp_host_cached_blocks{{rank="1",role="wave"}} 1
 wavepp_prefill_seconds_bucket{{le="0.1"}} 99
 wavepp_prompt_tokens_total{{model="m"}} {served}
-wavepp_reused_tokens_total{{model="m"}} {reused}
+wavepp_cached_tokens_total{{model="m"}} {reused}
 dynamo_component_total_blocks{{}} 5
 """
 

@@ -14,9 +14,11 @@ from wavepp_worker.config.schema import (
     ClusterConfig,
     Config,
     ModelConfig,
+    ObsConfig,
     PlannerConfig,
     ServingConfig,
 )
+from wavepp_worker.obs.spans import RequestSpans
 from wavepp_worker.serving.engine import WavePPEngine
 from wavepp_worker.serving.ranks import Launched
 from wavepp_worker.wire.mailbox import (
@@ -27,6 +29,7 @@ from wavepp_worker.wire.mailbox import (
     Ready,
     ReportMessage,
     StageHandoff,
+    Timeline,
     WorkerReady,
 )
 
@@ -38,13 +41,14 @@ BLOCK = 4
 CACHE_TOKENS = 1024
 
 
-def make_config(stages: int = 2, **serving: Any) -> Config:
+def make_config(stages: int = 2, obs: ObsConfig = ObsConfig(), **serving: Any) -> Config:  # noqa: B008
     return Config(
         model=ModelConfig(path="/models/tiny"),
         cluster=ClusterConfig(stages=stages, start_timeout_s=0.5),
         cache=CacheConfig(block_tokens=BLOCK),
         planner=PlannerConfig(wave_tokens_max=64),
         admission=AdmissionConfig(queue_requests_max=4),
+        obs=obs,
         serving=ServingConfig(served_model_name="tiny", **serving),
     )
 
@@ -79,11 +83,18 @@ class ScriptedRanks:
         await until(self.reports.empty)
         await asyncio.sleep(0)
 
-    def finish(self, rid: int, endpoint: int = 0, token: int = 7, logprob: float = -0.5) -> None:
+    def finish(
+        self,
+        rid: int,
+        endpoint: int = 0,
+        token: int = 7,
+        logprob: float = -0.5,
+        timeline: Timeline = Timeline(),  # noqa: B008  immutable
+    ) -> None:
         for rank in range(self.stages):
             handoff = StageHandoff(rank, (rank * 2, rank * 2 + 2), "tcp://h:1", f"hold{rid}.{rank}")
             self.say(Ready(rid, rank, handoff))
-        self.say(Finished(rid, endpoint, token, logprob))
+        self.say(Finished(rid, endpoint, token, logprob, timeline))
 
     # RanksPort
     def note_fatal(self, fatal: Fatal) -> None:
@@ -123,12 +134,16 @@ class ScriptedRanks:
 class Context:
     """Dynamo's request context, as far as the engine uses it."""
 
-    def __init__(self, name: str = "request-1") -> None:
+    def __init__(self, name: str = "request-1", headers: dict[str, str] | None = None) -> None:
         self._name = name
+        self._headers = headers
         self._stopped = asyncio.get_running_loop().create_future()
 
     def id(self) -> str:
         return self._name
+
+    def trace_headers(self) -> dict[str, str] | None:
+        return self._headers
 
     def stop(self) -> None:
         self._stopped.set_result(True)
@@ -140,11 +155,11 @@ class Context:
 class Bench:
     """An engine on scripted ranks."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, spans: RequestSpans | None = None) -> None:
         self.left: list[int] = []
         self.ranks = ScriptedRanks(config.cluster.stages)
         self.namespaces: list[str] = []
-        self.engine = WavePPEngine(config, launch=self._launch, leave=self.left.append)
+        self.engine = WavePPEngine(config, launch=self._launch, leave=self.left.append, spans=spans)
 
     async def _launch(self, config: Config, namespace: str) -> Launched:
         self.namespaces.append(namespace)

@@ -117,7 +117,7 @@ async def test_a_request_is_hashed_announced_and_answered(bench: Bench) -> None:
     assert await bench.engine.is_quiescent() is True
     assert metric(bench, "wavepp_requests_total", outcome="served") == 1
     assert metric(bench, "wavepp_prompt_tokens_total") == 10
-    assert metric(bench, "wavepp_reused_tokens_total") == 4
+    assert metric(bench, "wavepp_cached_tokens_total") == 4
     assert metric(bench, "wavepp_live_requests") == 0
 
 
