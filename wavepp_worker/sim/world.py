@@ -26,7 +26,7 @@ from wavepp_worker.admission.events import (
     OutsideEvent,
     VoteReceived,
 )
-from wavepp_worker.base.errors import InvariantError, WavePPError, check
+from wavepp_worker.base.errors import check
 from wavepp_worker.cache.window import WindowSpec
 from wavepp_worker.executor.events import HoldEnded
 from wavepp_worker.sim.checkers import Checkers
@@ -120,7 +120,7 @@ class World:
             self.checkers.progress()
             self._come_to_rest()
             self.checkers.quiet()
-        except (InvariantError, WavePPError) as error:
+        except Exception as error:  # the worlds' top: a crash of a machine is a finding as well
             raise Violation(f"{type(error).__name__}: {error}") from error
         return self._report()
 
