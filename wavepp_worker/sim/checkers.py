@@ -66,6 +66,8 @@ class Checkers:
         self._queue: dict[int, _Queued] = {}
         self._hints: dict[int, dict[int, int]] = defaultdict(dict)
         self._cancelled: set[int] = set()
+        self.cancelling: set[int] = set()
+        """Requests whose cancel record is in the open round."""
         self._installs: dict[int, tuple[int, int]] = {}  # rid -> ino, endpoint
         self._inos = [0] * ranks
         self._admitting = 0
@@ -92,6 +94,7 @@ class Checkers:
         check(bcast.round == self._round + 1, "rounds are numbered [I31]", round=bcast.round)
         self._round = bcast.round
         self._cancelled.update(bcast.cancels)
+        self.cancelling = set(bcast.cancels)
         for entry in bcast.announces:
             self._queue[entry.rid] = _Queued(entry.rid, entry.seq)
         opened = []

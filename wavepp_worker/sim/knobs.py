@@ -52,6 +52,7 @@ class Knobs(Struct, frozen=True, kw_only=True):
     floor_fraction: float
     auto_commit: bool
     hint_refine: bool
+    queue_requests_max: int
     snapshot_interval_tokens: int
     wave_tokens_max: int
     wave_tokens_min: int
@@ -110,6 +111,7 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
         floor_fraction=rng.choice([0.0, 0.1, 0.25]),
         auto_commit=rng.random() < 0.7,
         hint_refine=rng.random() < 0.2,
+        queue_requests_max=rng.choice([1024, 1024, 1024, 10]),
         snapshot_interval_tokens=rng.choice([1, 2, 3, 5]) * BLOCK_TOKENS,
         wave_tokens_max=wave_blocks * BLOCK_TOKENS,
         wave_tokens_min=rng.choice([1, 2]) * BLOCK_TOKENS,

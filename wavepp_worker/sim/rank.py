@@ -107,6 +107,7 @@ class SimRank:
             round_quiet_s=0.1,
             auto_commit=knobs.auto_commit,
             hint_refine=knobs.hint_refine,
+            queue_requests_max=knobs.queue_requests_max,
         )
         self.inline = InlineRank(settings, self.cache)
         planner = PlannerSettings(
@@ -192,8 +193,16 @@ class SimRank:
                     world.send_round(rank, target, message)
             case SendVote(vote=vote):
                 rng = world.steps.rng("strip")
-                kept = tuple(v for v in vote.votes if rng.random() >= world.knobs.strip_chance)
-                world.send_round(rank, 0, msgspec.structs.replace(vote, votes=kept))
+                chance = world.knobs.strip_chance
+                kept = tuple(v for v in vote.votes if rng.random() >= chance)
+                # A lost `gone` is voted again only while its cancel is repeated.
+                gone = tuple(
+                    rid
+                    for rid in vote.gone
+                    if rid not in world.checkers.cancelling or rng.random() >= chance
+                )
+                vote = msgspec.structs.replace(vote, votes=kept, gone=gone)
+                world.send_round(rank, 0, vote)
             case SendInstall(install=install):
                 world.checkers.installed(rank, install)
                 world.tell(install.rid, rank, f"installed at {install.endpoint}, {install.ino}")

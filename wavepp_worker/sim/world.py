@@ -40,7 +40,7 @@ from wavepp_worker.sim.workload import SimPrompt, family_prompts
 from wavepp_worker.wire.mailbox import Announce
 from wavepp_worker.wire.rounds import RoundBcast, RoundGathered, RoundVote
 
-END_S = 300.0  # of virtual time; far beyond what any world needs
+END_S = 3_000.0  # of virtual time; far beyond what any world needs
 STEPS_PER_REQUEST_MAX = 60_000
 PEER_TIMEOUT_S = 0.3  # until a dead rank is noticed
 FRAMES_KEPT = 32  # per link, to be repeated
@@ -196,9 +196,8 @@ class World:
         """Return how long the next thing on this plane takes."""
         knobs = self.knobs
         delay = self.steps.rng(plane).choice(knobs.delays_s)
-        if plane == knobs.slow_plane:
-            delay *= SLOW_FACTOR
-        return delay * (SLOW_FACTOR if rank == knobs.slow_rank else 1.0)
+        is_slow = plane == knobs.slow_plane or rank == knobs.slow_rank
+        return delay * SLOW_FACTOR if is_slow else delay
 
     def link(self, name: Hashable, plane: str, rank: int, step: Step) -> None:
         """Deliver on one FIFO link."""
