@@ -66,6 +66,6 @@ def exempt(options: SimOptions) -> dict[str, str]:
         if fault not in options.faults:
             excused |= dict.fromkeys(names, ONLY_FAULT.format(fault))
     if options.ranks == 1:
-        names = ("admission.retry", "admission.trim", "verdict retry", "verdict trim")
-        excused |= dict.fromkeys(names, ONE_RANK)
+        alike = ("admission.retry", "admission.trim", "verdict retry", "verdict trim")
+        excused |= dict.fromkeys(alike, ONE_RANK)
     return excused
