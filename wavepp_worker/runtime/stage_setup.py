@@ -7,7 +7,6 @@ text is fit for the person who started the worker.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from wavepp_worker.base.units import ceil_div
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
+from wavepp_worker.runtime.host_memory import available_bytes
 from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
 from wavepp_worker.runtime.stage_work import StageWork
 from wavepp_worker.transfer.desk import HoldDesk
@@ -31,6 +31,7 @@ from wavepp_worker.wire.mailbox import WindowReport
 logger = logging.getLogger(__name__)
 
 CPU_POOL_FRACTION = 0.25  # of the memory that is free now, shared by all stages of this host
+HOST_FRACTION = 0.9  # of available memory: more for host tiers would fail later, in service
 CPU_PROMPTS = 4  # a CPU pool of default size holds no more than so many longest prompts
 PROGRESS_INTERVAL_S = 2.0
 
@@ -99,12 +100,16 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
             seed=config.model.seed,
             progress=_progress_log(rank),
         )
+    # Before the link: no stage allocates until all have come this far, so all see the same memory.
+    on_host = host_blocks(boot)
     # Before the pool: its size is what the device has left once the hops have their buffers.
     link = _open_link(boot, rank, store, device)
     blocks = pool_blocks(boot, rank, device)
     size = f"{blocks} blocks of {plan.block_bytes} bytes"
-    on_host = host_blocks(boot, rank)
-    with _memory_errors(f"allocating a cache of {size} (cache.device_tokens)", device):
+    what = f"allocating a cache of {size} (cache.device_tokens)"
+    if on_host:
+        what += f" and {on_host} blocks in host memory (cache.host_tokens)"
+    with _memory_errors(what, device):
         kv_store = model.make_store(blocks, config.cache.block_tokens, on_host)
     logger.info("cache: %s rank=%d device=%s", size, rank, device)
     if on_host:
@@ -172,7 +177,7 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
         budget_bytes = int(free_bytes * config.cache.device_fraction)
         blocks = budget_bytes // block_bytes
     else:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free_bytes = available_bytes()
         budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // config.cluster.stages
         ring_tokens = plan.ring_waves * plan.wave_tokens_max
         enough = ceil_div(CPU_PROMPTS * plan.context_tokens + ring_tokens, plan.block_tokens)
@@ -186,20 +191,23 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
     return blocks
 
 
-def host_blocks(boot: Boot, rank: Rank) -> int:
-    """Return how many blocks this stage's host tier gets.
+def host_blocks(boot: Boot) -> int:
+    """Return how many blocks each stage's host tier gets.
+
+    To be called before any stage of this host allocates its own: the answer is about all of them.
 
     Raises:
-        ConfigError: the host tiers of all stages do not fit what is free now.
+        ConfigError: the host tiers of all stages do not fit what is available now.
     """
-    config, plan = boot.config, boot.plan
-    blocks = config.cache.host_tokens // plan.block_tokens
-    needed_bytes = blocks * sum(stage.block_bytes for stage in plan.stages)
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if blocks and needed_bytes > free_bytes:
+    tokens, stages = boot.config.cache.host_tokens, boot.plan.stages
+    blocks = tokens // boot.plan.block_tokens
+    needed_bytes = blocks * sum(stage.block_bytes for stage in stages)
+    free_bytes = available_bytes()
+    if needed_bytes > free_bytes * HOST_FRACTION:
         raise ConfigError(
-            f"cache.host_tokens = {config.cache.host_tokens}: the host tiers of all "
-            f"{len(plan.stages)} stages take {needed_bytes} bytes, {free_bytes} are free"
+            f"cache.host_tokens = {tokens}: the host tiers of all {len(stages)} stages take "
+            f"{needed_bytes} bytes; {free_bytes} are available, of which {HOST_FRACTION:.0%} may "
+            "be taken"
         )
     return blocks
 
@@ -213,12 +221,11 @@ def _open_link(boot: Boot, rank: Rank, store: Store, device: torch.device) -> Ac
         backend = "nccl" if device.type == "cuda" else "gloo"
     if (backend == "nccl") != (device.type == "cuda"):
         raise ConfigError(f"transport.activations: {backend} cannot move tensors of {device}")
-    # Neighbours load weights of their own size, so the first meeting may take much longer than
-    # any later exchange.
+    # Stages load weights of their own size, so the first meeting may take much longer than any
+    # later exchange.  All wait for all: what each takes next, the others have not looked for yet.
     try:
         store.set(f"loaded{rank}", b"1")
-        neighbours = {rank - 1, rank + 1} & set(range(config.cluster.stages))
-        store.wait([f"loaded{neighbour}" for neighbour in sorted(neighbours)])
+        store.wait([f"loaded{other}" for other in range(config.cluster.stages)])
         return ActivationLink(
             rank,
             config.cluster.stages,
@@ -230,7 +237,7 @@ def _open_link(boot: Boot, rank: Rank, store: Store, device: torch.device) -> Ac
         )
     except RuntimeError as error:
         raise PeerError(
-            f"stage {rank} could not connect to its neighbours within "
+            f"stage {rank} could not meet the other stages within "
             f"{config.cluster.start_timeout_s:g} s (cluster.start_timeout_s): {error}"
         ) from error
 

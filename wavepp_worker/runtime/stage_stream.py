@@ -169,7 +169,8 @@ class CudaStageStream:
     their targets; every wave waits for the copies enqueued before its launch.  [algorithms 16.2]
 
     CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
-    two stages); more stages, `copy` with copies and a failing kernel have not been run.
+    two stages), with copies on one H200 and one stage; more stages, copies in several stages and a
+    failing kernel have not been run.
     """
 
     def __init__(self, work: StageWork) -> None:

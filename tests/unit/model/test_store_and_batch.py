@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +142,36 @@ def test_copies_between_the_tiers_are_those_of_a_naive_store(seed: int) -> None:
     assert torch.equal(store.pool, device)
     assert torch.equal(store.host_pool, host)
     assert len(list(merge_neighbours(copies))) < len(copies)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_pinned_host_tier_takes_what_was_asked_for() -> None:
+    """FS-93: just over a power of two; pinned as a whole, zeroed, and given back."""
+    torch.zeros(1, device="cuda")  # what CUDA itself takes is not counted
+    before = resident_bytes()
+    asked = (1 << 30) + (1 << 26)
+    store = KvStore(
+        layers=1, blocks=2, kv_heads=8, block_tokens=64, head_dim=128, dtype=torch.bfloat16,
+        device="cuda", host_blocks=asked // (1 << 18),
+    )  # fmt: skip
+    assert store.host_pool.nbytes == asked
+    assert store.host_pool[:1].is_pinned()
+    assert store.host_pool[-1:].is_pinned()
+    assert not store.host_pool.any()
+    assert asked <= resident_bytes() - before < 1.05 * asked
+    store.pool.fill_(3)
+    store.copy((Copy("offload", 0, 1, asked // (1 << 18) - 1),))
+    torch.cuda.synchronize()
+    assert (store.host_pool[-1] == 3).all()
+    pool = store.host_pool
+    del store
+    assert not pool[:1].is_pinned()
+
+
+def resident_bytes() -> int:
+    """Return what this process really has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_copies_that_no_tier_has_are_refused() -> None:

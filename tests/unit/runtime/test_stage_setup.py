@@ -10,13 +10,19 @@ import pytest
 import torch
 import zmq
 
-from wavepp_worker.base.errors import ConfigError, DeviceError
+from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
 from wavepp_worker.base.types import Rank
 from wavepp_worker.config.derive import derive
 from wavepp_worker.config.schema import Config
 from wavepp_worker.model.spec import read_facts
+from wavepp_worker.runtime import stage_setup
 from wavepp_worker.runtime.boot import Boot
-from wavepp_worker.runtime.stage_setup import build_stage, pool_blocks, stage_device
+from wavepp_worker.runtime.stage_setup import (
+    build_stage,
+    host_blocks,
+    pool_blocks,
+    stage_device,
+)
 
 CPU = torch.device("cpu")
 
@@ -25,7 +31,7 @@ def make_boot(tmp: Path, **sections: dict[str, object]) -> Boot:
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 64,
@@ -105,3 +111,46 @@ def test_a_pool_without_room_is_refused(tmp_path: Path) -> None:
     boot = msgspec.structs.replace(boot, plan=msgspec.structs.replace(boot.plan, stages=(stage,)))
     with pytest.raises(ConfigError, match="no room for a cache on cpu"):
         pool_blocks(boot, Rank(0), CPU)
+
+
+def test_the_host_tiers_of_all_stages_must_fit_with_some_to_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FS-93: two stages of 10 blocks each, that is 20 blocks of nine tenths of what there is."""
+    boot = make_boot(tmp_path, cluster={"stages": 2}, cache={"host_tokens": 160})
+    needed = 10 * sum(stage.block_bytes for stage in boot.plan.stages)
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: needed * 10 // 9 + 1)
+    assert host_blocks(boot) == 10
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: needed * 10 // 9 - 10)
+    with pytest.raises(ConfigError, match=f"cache.host_tokens = 160.* 2 stages take {needed} "):
+        host_blocks(boot)
+
+
+class LonelyStore:
+    """A torch.distributed store whose other stages never come."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def set(self, key: str, _: bytes) -> None:
+        self._events.append(f"set {key}")
+
+    def wait(self, keys: list[str]) -> None:
+        self._events += [f"wait {key}" for key in keys]
+        raise RuntimeError("nobody came")
+
+
+def test_no_stage_takes_host_memory_before_all_have_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FS-93: one that looked later would count its neighbour's tier twice and refuse its own."""
+    boot = make_boot(
+        tmp_path,
+        cluster={"stages": 3, "devices": ["cpu"] * 3},
+        cache={"host_tokens": 160, "device_tokens": 160},
+    )
+    events: list[str] = []
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: events.append("look") or 1 << 40)
+    with zmq.Context() as context, pytest.raises(PeerError, match="could not meet the other"):
+        build_stage(boot, Rank(0), LonelyStore(events), context)
+    assert events == ["look", "set loaded0", "wait loaded0", "wait loaded1", "wait loaded2"]
