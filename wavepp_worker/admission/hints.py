@@ -16,6 +16,7 @@ round.  (A new point between candidate and full hint is not seen: it is a hint.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from wavepp_worker.admission.commands import Probe
 from wavepp_worker.admission.events import HintProbed
@@ -36,6 +37,21 @@ class Hints:
         self._is_refining = False  # replicated: derived from merged votes
         self._refreshed_at: Instant | None = None
         self._due: dict[int, int] = {}  # rid -> hint for the next vote
+        self._unsettled: set[int] = set()  # live requests without a settled candidate
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether some request that waits has no settled candidate yet."""
+        return bool(self._unsettled)
+
+    def begin(self, request: RankRequest) -> Flow[None]:
+        """Probe a request that was announced just now."""
+        self._unsettled.add(request.rid)
+        yield from self.probe(request)
+
+    def end(self, rid: int) -> None:
+        """The request needs no candidate any more."""
+        self._unsettled.discard(rid)
 
     def is_settled(self, request: RankRequest) -> bool:
         """Return whether the candidate is known and, if hints are refined, agreed."""
@@ -60,14 +76,15 @@ class Hints:
             requests: all live requests of this rank, in arrival order.
             index_version: of the hint index, now.
         """
-        waiting = [r for r in requests.values() if r.phase is Phase.HINTED]
         if self._is_refining:
-            for request in waiting:
+            for request in [r for r in requests.values() if r.phase is Phase.HINTED]:
                 yield from self._go_on(request)
         last = self._refreshed_at
         if last is not None and now - last < self._settings.round_idle_s:
             return
-        for request in waiting[: self._settings.batch_requests_max]:
+        # Lazily: looking at all that wait would cost something in every round.
+        waiting = (r for r in requests.values() if r.phase is Phase.HINTED)
+        for request in list(islice(waiting, self._settings.batch_requests_max)):
             # Only settled ones: so every chain of refinements ends, whatever the index does.
             if request.probed_version != index_version and self.is_settled(request):
                 self._refreshed_at = now
@@ -93,21 +110,30 @@ class Hints:
             request = requests.get(rid)
             if request is None:
                 continue  # cancelled in this very round
-            if self._is_rise(request, hints):
-                mark("admission.refine_again")
-                request.hints.clear()
-                request.hint = None
-                continue
-            request.hints.update(hints)
-            if len(request.hints) < self._settings.stages:
-                continue
-            if request.candidate is None:
+            if self._take(request, hints):
                 first.append(request)
-            candidate = min(request.hints.values())
-            if request.candidate is not None and candidate > request.candidate:
-                mark("admission.candidate_rises")
-            request.candidate = candidate
+            if self.is_settled(request):
+                self._unsettled.discard(rid)
+            elif request.phase is not Phase.ADMITTED:
+                self._unsettled.add(rid)
         return first
+
+    def _take(self, request: RankRequest, hints: Mapping[int, int]) -> bool:
+        """Take new hints in; return whether they make the first candidate."""
+        if self._is_rise(request, hints):
+            mark("admission.refine_again")
+            request.hints.clear()
+            request.hint = None
+            return False
+        request.hints.update(hints)
+        if len(request.hints) < self._settings.stages:
+            return False
+        is_first = request.candidate is None
+        candidate = min(request.hints.values())
+        if request.candidate is not None and candidate > request.candidate:
+            mark("admission.candidate_rises")
+        request.candidate = candidate
+        return is_first
 
     def _is_rise(self, request: RankRequest, hints: Mapping[int, int]) -> bool:
         """Return whether some rank found more than what all had agreed on."""

@@ -149,11 +149,7 @@ class Leader:
         return self._unhurried_s
 
     def _unhurried(self) -> float:
-        requests = self._replica.requests
-        is_answer_due = bool(self._cancelling or self.queue.open_attempts()) or any(
-            not self._replica.is_ready(requests[r.rid]) for r in self.queue.waiting()
-        )
-        if is_answer_due:
+        if self._cancelling or self.queue.open_attempts() or self._replica.has_unsettled:
             return self._settings.round_active_s
         if self.queue.pending or len(self.queue):
             return self._settings.round_idle_s

@@ -46,7 +46,7 @@ class AdmissionQueue:
 
     def waiting(self) -> Iterator[LeaderRequest]:
         """Yield requests without an open attempt, oldest first."""
-        return (r for r in list(self._queued.values()) if r.attempt is None)
+        return (r for r in self._queued.values() if r.attempt is None)
 
     def open_attempts(self) -> list[LeaderRequest]:
         """Return requests with an open attempt that is not withdrawn, oldest first."""

@@ -63,6 +63,11 @@ class Replica:
         """Return whether the candidate is known and, if hints are refined, has settled."""
         return self._hints.is_settled(request)
 
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether some request that waits has no settled candidate yet."""
+        return self._hints.has_unsettled
+
     def apply(self, bcast: RoundBcast, now: Instant) -> Flow[RoundVote]:
         """Do what the broadcast asks, in the order that is the same on all ranks."""
         check(self.open_bcast is None, "a round began before the last was merged", round=self.round)
@@ -138,7 +143,7 @@ class Replica:
         self.requests[entry.rid] = request
         self._emit(Transition(entry.rid, None, request.phase, now, "announced"))
         yield Learn(entry.rid, entry.prompt_tokens, entry.keys, entry.snapshot_points)
-        yield from self._hints.probe(request)
+        yield from self._hints.begin(request)
 
     def _vote(self, votes: tuple[RecordVote, ...], capacity: CapacityRead) -> RoundVote:
         vote = RoundVote(
@@ -178,6 +183,7 @@ class Replica:
         request.is_holding = False
         request.ino = self.ino
         request.answers.clear()
+        self._hints.end(request.rid)
         self._installed_due.append(request.rid)
         tokens, announced_at = self.prompts.pop(request.rid, (b"", Instant(0.0)))
         self._emit(
@@ -205,6 +211,7 @@ class Replica:
     def _end(self, request: RankRequest, now: Instant, cause: str) -> Flow[None]:
         yield Forget(request.rid)
         del self.requests[request.rid]
+        self._hints.end(request.rid)
         self.prompts.pop(request.rid, None)
         self._gone_due.append(request.rid)
         self._move(request, Phase.DONE, now, cause)
