@@ -1,9 +1,19 @@
 """Plant one-line faults in the core, one at a time, and show that a test sees each: `make mutants`.
 
 The faults stand in mutants.toml: an exact piece of a file, what it becomes, and why that is wrong.
-Each is planted in a copy of the tree, never in the tree itself; the suites of its package run
-until the first failure.  A fault that no test sees is a missing test; a fault whose text is not
-found exactly once is stale.  Exit status: 0 all caught, 1 a survivor or a stale fault.
+Each is planted in a copy of the tree, never in the tree itself; the suites of its package run, the
+fastest first, until one fails.  First of all they run on a copy without a fault: where they fail
+by themselves, nothing that they catch would count.
+
+    SURVIVED   no test sees the fault: a test is missing
+    STALE      the fault's text is not found exactly once: it must follow the code
+    BROKEN     the suite did not run at all, as after a mistake in the planted text
+
+Exit status: 0 all caught, 1 one of these, 2 the suites fail without a fault.
+
+examples:
+  make mutants                                     all of them, as many at a time as there are cores
+  make mutants ARGS="no-solo head-bypassed"        two of them
 """
 
 from __future__ import annotations
@@ -16,7 +26,9 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +36,17 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_suffix(".toml")
 COPIED = ("wavepp_worker", "kv_router_hooks", "components", "graphs", "configs", "docs", "tests")
 SIMULATION = ["-m", "wavepp_worker", "sim", "--ranks", "3", "--seeds", "24", "--jobs", "1"]
-SUITES = {
-    "cache": ["tests/unit/cache", "tests/property/test_machines.py"],
-    "admission": ["tests/unit/admission", "tests/property/test_explore.py"],
-    "executor": ["tests/unit/executor", "tests/property/test_loop_world.py"],
-    "planner": ["tests/unit/planner"],
-    "router": ["tests/unit/kv_router_hooks", "tests/property/test_quorum.py"],
+SIMULATIONS = {"wavepp sim": SIMULATION, "wavepp sim --hybrid": [*SIMULATION, "--hybrid"]}
+SUITES = {  # per package: directed tests, then what draws or enumerates cases
+    "cache": ("tests/unit/cache", "tests/property/test_machines.py"),
+    "admission": ("tests/unit/admission", "tests/property/test_explore.py"),
+    "executor": ("tests/unit/executor", "tests/property/test_loop_world.py"),
+    "planner": ("tests/unit/planner", "tests/property/test_loop_world.py"),
+    "router": ("tests/unit/kv_router_hooks", "tests/property/test_quorum.py"),
 }
-TIMEOUT_S = 240
+TIMEOUT_S = 240  # of one suite; beyond it the fault made it hang, which counts as caught
+TESTS_FAILED = 1  # pytest's status, and that of `wavepp sim` for a violation
+NOT_CAUGHT = frozenset({"SURVIVED", "STALE", "BROKEN"})
 
 
 @dataclass(frozen=True)
@@ -53,10 +68,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault; `caught_by` is empty for a survivor."""
+    """What became of a fault."""
 
     fault: Fault
-    caught_by: str
+    verdict: str  # what caught it, or one of NOT_CAUGHT
     seconds: float
 
 
@@ -66,35 +81,53 @@ def read_faults(path: Path = FAULTS) -> list[Fault]:
         return [Fault(**entry) for entry in tomllib.load(file)["fault"]]
 
 
+def runs_of(suite: str) -> list[tuple[str, list[str]]]:
+    """Return (name, interpreter's arguments) of a package's suites, the fastest first."""
+    directed, drawn = (
+        (path, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path])
+        for path in SUITES[suite]
+    )
+    return [directed, *SIMULATIONS.items(), drawn]
+
+
 def try_fault(fault: Fault) -> Outcome:
     """Plant a fault in a copy of the tree and run its suites until one fails."""
     began = time.monotonic()
+    with copied_tree() as copy:
+        text = fault.planted(copy)
+        if text is None:
+            return Outcome(fault, "STALE", 0.0)
+        (copy / fault.file).write_text(text)
+        verdict = first_failure(runs_of(fault.suite), copy) or "SURVIVED"
+    return Outcome(fault, verdict, time.monotonic() - began)
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """Yield a copy of what the suites need; it ends with the block."""
     with tempfile.TemporaryDirectory(prefix="wavepp-mutant-") as folder:
         copy = Path(folder)
         for name in COPIED:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
-        text = fault.planted(copy)
-        if text is None:
-            return Outcome(fault, "STALE", 0.0)
-        (copy / fault.file).write_text(text)
-        environment = os.environ | {
-            "PYTHONPATH": folder,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        runs = [(f"{suite}", ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", suite])
-                for suite in SUITES[fault.suite]]  # fmt: skip
-        runs += [("wavepp sim", SIMULATION), ("wavepp sim --hybrid", [*SIMULATION, "--hybrid"])]
-        for name, arguments in runs:
-            caught = _run(arguments, copy, environment)
-            if caught:
-                return Outcome(fault, f"{name}: {caught}", time.monotonic() - began)
-    return Outcome(fault, "", time.monotonic() - began)
+        yield copy
 
 
-def _run(arguments: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Return what showed the fault, or nothing."""
+def first_failure(runs: Iterable[tuple[str, list[str]]], folder: Path) -> str:
+    """Return which run failed and where, or nothing."""
+    for name, arguments in runs:
+        failure = _run(arguments, folder)
+        if failure:
+            return failure if failure in NOT_CAUGHT else f"{name}: {failure}"
+    return ""
+
+
+def _run(arguments: list[str], folder: Path) -> str:
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),  # ahead of an installed wavepp_worker
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # so no bytecode outlives the text that it came from
+    }
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -109,9 +142,21 @@ def _run(arguments: list[str], folder: Path, environment: dict[str, str]) -> str
         return "hang"
     if done.returncode == 0:
         return ""
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    lines += [line for line in done.stdout.splitlines() if line.startswith("VIOLATION")]
-    return (lines or ["failed"])[0].removeprefix("FAILED ").split(" - ")[0].split("::")[-1][:70]
+    found = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "VIOLATION", "NEVER"))
+    ]
+    if done.returncode != TESTS_FAILED or not found:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+        return "BROKEN"
+    return found[0].removeprefix("FAILED ").split(" - ")[0].split("::")[-1][:70]
+
+
+def clean_failure(suite: str) -> str:
+    """Return what fails in a package's suites without any fault, or nothing."""
+    with copied_tree() as copy:
+        return first_failure(runs_of(suite), copy)
 
 
 def main() -> int:
@@ -122,15 +167,27 @@ def main() -> int:
     parser.add_argument("name", nargs="*", help="faults to plant; default: all")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    faults = [f for f in read_faults() if not args.name or f.name in args.name]
+    known = read_faults()
+    unknown = set(args.name) - {fault.name for fault in known}
+    if unknown:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    faults = [fault for fault in known if not args.name or fault.name in args.name]
     began = time.monotonic()
     bad = 0
     with ThreadPoolExecutor(args.jobs) as pool:
+        for failure in pool.map(clean_failure, sorted({fault.suite for fault in faults})):
+            if failure:
+                print(f"without any fault: {failure}", flush=True)
+                return 2
+        print(
+            f"{'nothing planted':32} {time.monotonic() - began:5.0f} s  all suites pass", flush=True
+        )
         for outcome in pool.map(try_fault, faults):
-            is_bad = outcome.caught_by in {"", "STALE"}
+            is_bad = outcome.verdict in NOT_CAUGHT
             bad += is_bad
-            verdict = outcome.caught_by or "SURVIVED"
-            print(f"{outcome.fault.name:32} {outcome.seconds:5.0f} s  {verdict}", flush=True)
+            print(
+                f"{outcome.fault.name:32} {outcome.seconds:5.0f} s  {outcome.verdict}", flush=True
+            )
             if is_bad:
                 print(f"{'':32}          {outcome.fault.why}", flush=True)
     print(f"{len(faults) - bad} of {len(faults)} caught in {time.monotonic() - began:.0f} s")
