@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from kv_router_hooks.quorum import Quorum
+from wavepp_worker.admission import decide, hints, replica, selection
+from wavepp_worker.admission.queue import AdmissionQueue
 from wavepp_worker.cache import dense, recurrent
 from wavepp_worker.cache.dense import DenseSequence
 from wavepp_worker.cache.pool import BlockPool
@@ -14,7 +19,7 @@ from wavepp_worker.cache.rank_cache import RankCache
 from wavepp_worker.executor import stage
 from wavepp_worker.sim.campaign import Finding, command_of, explain, run_seeds, shrink
 from wavepp_worker.sim.device import SimDevice
-from wavepp_worker.sim.knobs import FAULTS, SimOptions
+from wavepp_worker.sim.knobs import BLOCK_TOKENS, FAULTS, SimOptions
 from wavepp_worker.sim.world import Violation, World, WorldReport
 
 CONFIGURATIONS = {
@@ -151,9 +156,112 @@ def victims_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "reserve_one", wrong)
 
 
+def copies_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wave reads a slot whose copy has not run, or only half.  [I47]"""
+    enqueue = SimDevice.enqueue_wave
+
+    def wrong(self: SimDevice, run: Any) -> None:
+        enqueued, self.copies_enqueued = self.copies_enqueued, 0
+        enqueue(self, run)
+        self.copies_enqueued = enqueued
+
+    monkeypatch.setattr(SimDevice, "enqueue_wave", wrong)
+
+
+def candidate_of_the_richest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks alike take the highest hint instead of the lowest."""
+    merge = hints.Hints.merge
+
+    def wrong(self: hints.Hints, requests: Any, votes: Any) -> Any:
+        first = merge(self, requests, votes)
+        for request in requests.values():
+            if len(request.hints) == self._settings.stages:
+                request.candidate = max(request.hints.values())
+        return first
+
+    monkeypatch.setattr(hints.Hints, "merge", wrong)
+
+
+def retried_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks alike give up a block more than the votes ask for."""
+
+    def wrong(record: Any, answers: Any) -> Any:
+        verdict = decide.reconcile(record, answers)
+        if verdict.action is decide.Action.RETRY and verdict.endpoint:
+            return replace(verdict, endpoint=verdict.endpoint - BLOCK_TOKENS)
+        return verdict
+
+    monkeypatch.setattr(replica, "reconcile", wrong)
+
+
+def leased_block_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank tells that a block is gone which a lease holds; its own books are right."""
+    acquire, drain = RankCache.acquire, RankCache.drain_changes
+    lost: dict[int, list[tuple[bool, int, Any]]] = defaultdict(list)
+
+    def wrong(self: RankCache, rid: int, attempt: int, cap: int) -> int:
+        endpoint = acquire(self, rid, attempt, cap)
+        parts = self._leases[rid].parts  # type: ignore[index]
+        held = [(False, w, part.blocks[-1].key) for w, part in enumerate(parts) if part.blocks]
+        lost[id(self)] += held[:1]
+        return endpoint
+
+    def drain_changes(self: RankCache) -> tuple[Any, ...]:
+        return (*drain(self), *lost.pop(id(self), []))
+
+    monkeypatch.setattr(RankCache, "acquire", wrong)
+    monkeypatch.setattr(RankCache, "drain_changes", drain_changes)
+
+
+def nobody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was refused never hears of room."""
+    monkeypatch.setattr(AdmissionQueue, "has_news", lambda *_args: False)
+
+
+def not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that has failed is tried beside others."""
+
+    def wrong(self: Any, _request: Any) -> bool:
+        return bool(len(self._queue.pending) < self._settings.batch_requests_max)
+
+    monkeypatch.setattr(selection.Selection, "_is_turn", wrong)
+
+
+def youngest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is a stack."""
+    waiting = AdmissionQueue.waiting
+    monkeypatch.setattr(AdmissionQueue, "waiting", lambda self: [*waiting(self)][::-1])
+
+
+def router_keeps_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router is not told of removals."""
+    monkeypatch.setattr(Quorum, "remove", lambda *_args: [])
+
+
+def router_misses_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router is not told of every 37th block."""
+    store, count = Quorum.store, 0
+
+    def wrong(self: Quorum, rank: int, window: int, key: Any) -> Any:
+        nonlocal count
+        count += 1
+        return [] if count % 37 == 0 else store(self, rank, window, key)
+
+    monkeypatch.setattr(Quorum, "store", wrong)
+
+
 @pytest.mark.parametrize(
     ("plant", "expected"),
     [
+        (copies_not_waited_for, ""),
+        (candidate_of_the_richest, "I7"),
+        (retried_too_low, "I13"),
+        (leased_block_lost, "I-GAPLESS"),
+        (nobody_is_woken, "I28"),
+        (not_alone, "A51"),
+        (youngest_first, "I27"),
+        (router_keeps_what_is_gone, "I-PUBLISH"),
+        (router_misses_some, "I-PUBLISH"),
         (duplicate_freed_at_publish, ""),
         (one_copy_skipped, "I42"),
         (published_before_it_is_written, ""),
@@ -170,7 +278,7 @@ def test_a_planted_fault_is_found(
     expected: str,
 ) -> None:
     plant(monkeypatch)
-    options = SimOptions(ranks=2, is_hybrid=True)
+    options = SimOptions(ranks=3, is_hybrid=True)
     found = run_until_found(options)
     assert expected in found.text
 
@@ -193,5 +301,6 @@ def test_a_finding_is_explained_by_seed_command_and_story(monkeypatch: pytest.Mo
     assert len(smaller.faults) < len(FAULTS)
     assert smaller.requests < options.requests or smaller.ranks < options.ranks
     assert command_of(finding.seed, smaller) == finding.command
+    assert finding.command.startswith("wavepp sim --seed ")
     assert "announced" in finding.story
     assert "ms  rank" in finding.story

@@ -5,7 +5,11 @@ The worlds know nothing of processes; only this module and `command` do.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +23,7 @@ from wavepp_worker.sim.world import Violation, World, WorldReport
 
 SEEDS_PER_TASK = 8
 SHRINK_RUNS_MAX = 60
+EXPLAINED_MAX = 5  # findings of a campaign with the shortest command and stories
 STORIES_SHOWN = 4
 
 
@@ -69,18 +74,25 @@ class Totals(Struct, kw_only=True):
             self.verdicts.update(report.verdicts)
 
 
-def run_batch(seeds: tuple[int, ...], options: SimOptions) -> Batch:
-    """Run some seeds in this process."""
+def run_world(world: World) -> Batch:
+    """Run one world; without the collector of cycles, which finds nothing until its end."""
     before = dict(marks.hits)
-    reports, findings = [], []
-    for seed in seeds:
-        world = World(seed, options, storyteller=False)
-        try:
-            reports.append(world.run())
-        except Violation as violation:
-            findings.append(Finding(seed, str(violation)))
+    gc.disable()
+    reports: tuple[WorldReport, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    try:
+        reports = (world.run(),)
+    except Violation as violation:
+        findings = (Finding(world.seed, str(violation)),)
+    finally:
+        gc.enable()
     hits = {name: marks.hits[name] - before[name] for name in marks.MARKS}
-    return Batch(tuple(reports), tuple(findings), hits)
+    return Batch(reports, findings, hits)
+
+
+def run_batch(seeds: tuple[int, ...], options: SimOptions) -> list[Batch]:
+    """Run some seeds in this process."""
+    return [run_world(World(seed, options, storyteller=False)) for seed in seeds]
 
 
 def run_seeds(
@@ -92,25 +104,36 @@ def run_seeds(
         note: told how many seeds are done; in order, so that output does not depend on timing.
     """
     totals = Totals()
-    for batch in _batches(first_seed, count, options, jobs):
-        totals.add(batch)
+    for batches in _batches(first_seed, count, options, jobs):
+        for batch in batches:
+            totals.add(batch)
         note(totals.seeds)
     return totals
 
 
-def _batches(first_seed: int, count: int, options: SimOptions, jobs: int) -> Iterator[Batch]:
+def _batches(first_seed: int, count: int, options: SimOptions, jobs: int) -> Iterator[list[Batch]]:
     seeds = range(first_seed, first_seed + count)
     tasks = [tuple(seeds[at : at + SEEDS_PER_TASK]) for at in range(0, count, SEEDS_PER_TASK)]
     if jobs == 1 or len(tasks) == 1:
         for task in tasks:
             yield run_batch(task, options)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, initializer=_leave_signals_to_the_parent) as pool:
+        # Not map(): it cancels its futures when it is left, and the pool's own thread, which then
+        # finds its children gone, cannot fail what is cancelled and says so at length.
+        futures = [pool.submit(run_batch, task, options) for task in tasks]
         try:
-            yield from pool.map(run_batch, tasks, [options] * len(tasks))
+            for future in futures:
+                yield future.result()
         except BaseException:  # Ctrl-C above all: what is queued is of no interest any more
-            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
             raise
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Ctrl-C reaches every process of a terminal; the parent ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def default_jobs() -> int:
@@ -121,18 +144,48 @@ def default_jobs() -> int:
 # ── what a finding needs ─────────────────────────────────────────────────────────────────────
 
 
+def explain_all(findings: list[Finding], options: SimOptions) -> list[Finding]:
+    """Add a command to every finding, and to the first ones the shortest and their stories."""
+    return [
+        explain(finding, options)
+        if number < EXPLAINED_MAX
+        else msgspec.structs.replace(finding, command=command_of(finding.seed, options))
+        for number, finding in enumerate(findings)
+    ]
+
+
 def explain(finding: Finding, options: SimOptions) -> Finding:
     """Add the shortest command that still shows a violation, and the stories of that world."""
     smaller = shrink(finding.seed, options)
     world = World(finding.seed, smaller)
+    return _told(finding, world, command_of(finding.seed, smaller))
+
+
+def explain_trace(
+    finding: Finding, world: World, make: Callable[[int, bool], World], command: str
+) -> Finding:
+    """Do the same for a world of recorded requests: those that had come are enough.
+
+    Args:
+        make: makes the world again with fewer requests, and with stories.
+        command: its beginning.
+    """
+    requests = max(1, world.clients.arrived_count)
+    rest = f"--seed {finding.seed} {_flags(world.options, requests)}"
+    return _told(finding, make(requests, True), f"{command} {rest}")
+
+
+def _told(finding: Finding, world: World, command: str) -> Finding:
+    """Run a world that is known to end in a violation once more, for its stories."""
     text = finding.text
     try:
         world.run()
     except Violation as violation:
         text = str(violation)
-    named = [rid for rid in world.story_rids() if f"rid={rid}" in text]
-    story = world.story(named or world.story_rids()[-STORIES_SHOWN:])
-    return Finding(finding.seed, text, command_of(finding.seed, smaller), story)
+    known = world.story_rids()
+    named = {int(rid) for rid in re.findall(r"\b(?:rid|older|younger)=(\d+)", text)}
+    story = world.story(sorted(named & set(known)) or known[-STORIES_SHOWN:])
+    return Finding(finding.seed, text, command, story)
 
 
 def shrink(seed: int, options: SimOptions) -> SimOptions:
@@ -173,9 +226,12 @@ def shrink(seed: int, options: SimOptions) -> SimOptions:
 
 def command_of(seed: int, options: SimOptions) -> str:
     """Return the command line that runs one seed under these options."""
-    words = ["wavepp sim", f"--seed {seed}", f"--ranks {options.ranks}"]
-    words.append(f"--requests {options.requests}")
+    return f"wavepp sim --seed {seed} {_flags(options, options.requests)} --story all"
+
+
+def _flags(options: SimOptions, requests: int) -> str:
+    words = [f"--ranks {options.ranks} --requests {requests}"]
     words += ["--hybrid"] * options.is_hybrid + ["--no-host"] * (not options.has_host)
     is_all = set(options.faults) == set(FAULTS)
     words.append(f"--faults {'all' if is_all else ','.join(options.faults) or 'none'}")
-    return " ".join([*words, "--story all"])
+    return " ".join(words)

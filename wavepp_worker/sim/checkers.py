@@ -2,28 +2,31 @@
 
 Each check names the invariant that it holds up; the first one that fails ends the world.
 
-    agreement      one broadcast, one set of installs, one endpoint, gapless ino   I7 I13 I31 I45
-    conservation   free + evictable + reserved + referenced = total, both tiers    I15 I16
-    slots          nobody else's slot is written, no held slot changes             I9 I42 I46 I47
-    order          first come, first served                                        I26 I27
-    answers        equal to the prompt computed cold and alone                     I41 I42
-    router         never told more than the reported trees can resume              I-PUBLISH
-    end            everything ended once, nothing is left                          I28 I44 I48
+    rounds_watch   agreement, order, progress: from broadcasts and votes     I7 I11-I13 I26-I28 I31
+    pins_watch     prefixes stay put from lease to hold: votes and deltas    I8 I9
+    router_watch   the router knows what all ranks can resume, not more      I-PUBLISH
+    slots          nobody else's slot is written, no held slot changes       I9 I42 I46 I47
+    conservation   free + evictable + reserved + referenced = total          I15 I16
+    answers        equal to the prompt computed cold and alone               I41 I42
+    end            everything ended once, nothing is left                    I28 I44 I48
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
+from kv_router_hooks.window_rule import WindowRule
 from wavepp_worker.base.errors import check
 from wavepp_worker.executor.commands import OpenHold
 from wavepp_worker.sim.digest import Content, answer_of, reference
 from wavepp_worker.sim.knobs import BLOCK_TOKENS
-from wavepp_worker.wire.mailbox import Install, WaveDone
-from wavepp_worker.wire.rounds import RecordPhase, RoundBcast, RoundGathered
+from wavepp_worker.sim.pins_watch import PinsWatch
+from wavepp_worker.sim.rounds_watch import RoundsWatch
+from wavepp_worker.sim.router_watch import RouterWatch
+from wavepp_worker.wire.mailbox import Install, KvDelta, WaveDone
+from wavepp_worker.wire.rounds import RoundBcast, RoundGathered, RoundVote
 from wavepp_worker.wire.waves import Release, WaveHeader
 
 if TYPE_CHECKING:
@@ -32,18 +35,8 @@ if TYPE_CHECKING:
 
 AUDIT_EVERY = 16  # WAVE events between two full audits of a cache; more for a large one
 AUDIT_SLOTS = 256
-LOOP_AUDIT_EVERY = 4
-
-
-class _Queued(Struct):
-    """A request as the broadcasts and votes show it."""
-
-    rid: int
-    seq: int
-    attempt: int = 0  # highest opened
-    is_open: bool = False
-    has_failed: bool = False
-    bypasses: int = 0
+LOOP_AUDIT_EVERY = 4  # the same of LOOP events
+PINS_RANKS_MAX = 16  # ranks whose pins are watched
 
 
 class Checkers:
@@ -56,21 +49,30 @@ class Checkers:
         slots = max(
             sum(spec.slots + spec.host_slots for spec in specs) for specs in world.knobs.windows
         )
-        self._audit_every = AUDIT_EVERY * max(1, slots // AUDIT_SLOTS) ** 2
-        self.new_epoch()
+        scale = max(1, slots // AUDIT_SLOTS)
+        self._audit_every, self._loop_audit_every = AUDIT_EVERY * scale**2, LOOP_AUDIT_EVERY * scale
 
-    def new_epoch(self) -> None:
-        """The worker starts again with empty caches."""
-        ranks = len(self._world.knobs.windows)
-        self._round = 0
-        self._queue: dict[int, _Queued] = {}
-        self._hints: dict[int, dict[int, int]] = defaultdict(dict)
-        self._cancelled: set[int] = set()
-        self.cancelling: set[int] = set()
-        """Requests whose cancel record is in the open round."""
-        self._installs: dict[int, tuple[int, int]] = {}  # rid -> ino, endpoint
-        self._inos = [0] * ranks
-        self._admitting = 0
+    def new_epoch(self, rules: Sequence[Sequence[WindowRule]]) -> None:
+        """The worker starts, or starts again, with empty caches.
+
+        Args:
+            rules: what the router knows of each rank's windows.
+        """
+        knobs, ranks = self._world.knobs, len(self._world.knobs.windows)
+        self.rounds = RoundsWatch(
+            ranks=ranks,
+            batch=knobs.batch,
+            block_tokens=BLOCK_TOKENS,
+            has_refinement=knobs.hint_refine,
+            loses_votes=bool(knobs.strip_chance),
+            has_left=self._has_left,
+        )
+        spacing = max(1, ranks // PINS_RANKS_MAX)  # of many ranks, some
+        self._pins = {
+            rank: PinsWatch(rank, knobs.windows[rank], BLOCK_TOKENS, self._keys_of)
+            for rank in range(0, ranks, spacing)
+        }
+        self._router = RouterWatch(rules)
         self._live: list[dict[int, Install]] = [{} for _ in range(ranks)]
         # Per rank: (window, slot) -> requests whose tables or states name it.
         self._named: list[dict[tuple[int, int], set[int]]] = [
@@ -79,6 +81,13 @@ class Checkers:
         self._wave = 0
         self._released: set[int] = set()
         self._scheduled: dict[int, int] = {}  # rid -> next token to be scheduled
+
+    def _keys_of(self, rid: int) -> bytes:
+        return self._world.clients.all[rid].prompt.keys
+
+    def _has_left(self, rid: int) -> bool:
+        client = self._world.clients.all.get(rid)
+        return client is None or client.cancelled
 
     def _expect(self, tokens: bytes) -> tuple[int, list[Content]]:
         """Return (first answer token, content per stage) of a prompt computed cold and alone."""
@@ -90,61 +99,25 @@ class Checkers:
     # ── rounds ───────────────────────────────────────────────────────────────────────────────
 
     def broadcast(self, bcast: RoundBcast) -> None:
-        """The leader begins a round.  [I26, I27]"""
-        check(bcast.round == self._round + 1, "rounds are numbered [I31]", round=bcast.round)
-        self._round = bcast.round
-        self._cancelled.update(bcast.cancels)
-        self.cancelling = set(bcast.cancels)
-        for entry in bcast.announces:
-            self._queue[entry.rid] = _Queued(entry.rid, entry.seq)
-        opened = []
-        asked = set()
-        for record in bcast.records:
-            asked.add(record.rid)
-            queued = self._queue.get(record.rid)
-            if queued is None:
-                continue  # admitted, and the leader has not said so yet: an old record
-            is_new = record.phase == RecordPhase.LEASE and record.attempt > queued.attempt
-            if is_new and not queued.is_open:
-                opened.append(queued)
-            queued.attempt = max(queued.attempt, record.attempt)
-            queued.has_failed |= record.phase == RecordPhase.RELEASE
-        for queued in self._queue.values():
-            queued.is_open = queued.rid in asked
-        if not self._world.knobs.hint_refine:
-            for queued in opened:
-                self._check_order(queued)
+        """The leader begins a round."""
+        self.rounds.broadcast(bcast)
+        self._pins[0].ordered(bcast.records, bcast.cancels)
 
-    def _check_order(self, opened: _Queued) -> None:
-        """Nothing is selected past an older request that could be, or that was refused.  [I27]"""
-        ranks = len(self._world.ranks)
-        for other in self._queue.values():
-            is_waiting = (
-                other.seq < opened.seq
-                and not other.is_open
-                and other.rid not in self._cancelled
-                and len(self._hints[other.rid]) == ranks
-                and not self._has_left(other.rid)
-            )
-            check(
-                not is_waiting,
-                "a younger request was selected past a waiting one [I27]",
-                older=other.rid,
-                younger=opened.rid,
-            )
-
-    def _has_left(self, rid: int) -> bool:
-        client = self._world.clients.all.get(rid)
-        return client is None or client.cancelled
+    def voted(self, vote: RoundVote) -> None:
+        """A rank votes, before any link touches it."""
+        self.rounds.voted(vote)
+        if vote.rank in self._pins:
+            self._pins[vote.rank].voted(vote, self.rounds.records)
 
     def gathered(self, gathered: RoundGathered) -> None:
-        """The leader has all votes.  [I7]"""
-        ranks = len(self._world.ranks)
-        check(len(gathered.votes) == ranks, "every rank votes in every round [I31]")
-        for vote in gathered.votes:
-            for hint in vote.hints:
-                check(hint.endpoint % BLOCK_TOKENS == 0, "hints end on blocks [I5]", rid=hint.rid)
-                self._hints[hint.rid][vote.rank] = hint.endpoint
+        """The leader has all votes, its own among them."""
+        self.voted(gathered.votes[0])
+        self.rounds.gathered(gathered)
+
+    def tree_changed(self, rank: int, changes: Sequence[tuple[bool, int, bytes]]) -> None:
+        """A rank reports changes of its tree, right after them."""
+        if rank in self._pins:
+            self._pins[rank].changed(changes)
 
     def admitting(self, count: int) -> None:
         """WAVE0 told LOOP0 how many attempts are open.  [I26]"""
@@ -156,21 +129,10 @@ class Checkers:
     def installed(self, rank: int, install: Install) -> None:
         """A rank has materialised a request.  [I13, I23, I45]"""
         rid, world = install.rid, self._world
-        check(install.ino == self._inos[rank] + 1, "ino has no gaps [I45]", rank=rank, rid=rid)
-        self._inos[rank] = install.ino
-        seen = self._installs.setdefault(rid, (install.ino, install.endpoint))
-        check(
-            seen == (install.ino, install.endpoint),
-            "admitted at one endpoint under one ino [I13, I45]",
-            rank=rank,
-            rid=rid,
-            seen=seen,
-            now=(install.ino, install.endpoint),
-        )
+        self.rounds.installed(rank, rid, install.ino, install.endpoint)
+        if rank in self._pins:
+            self._pins[rank].installed(rid, install.endpoint)
         if rank == 0:
-            if len(world.ranks) > 1:  # a single rank sends no rounds that could be seen
-                self._note_bypasses(rid)
-                del self._queue[rid], self._hints[rid]
             self._scheduled[rid] = install.endpoint
         specs = world.knobs.windows[rank]
         blocks = -(-install.prompt_tokens // BLOCK_TOKENS)
@@ -189,20 +151,6 @@ class Checkers:
                 holders.add(rid)
         self._live[rank][rid] = install
 
-    def _note_bypasses(self, rid: int) -> None:
-        """At most K-1 younger requests pass a request that has failed once.  [A51]"""
-        admitted = self._queue[rid]
-        for other in self._queue.values():
-            if self._has_left(other.rid):
-                continue
-            if other.has_failed and other.seq < admitted.seq:
-                other.bypasses += 1
-                check(
-                    other.bypasses < self._world.knobs.batch,
-                    "too many younger requests passed one that had failed [I27]",
-                    rid=other.rid,
-                )
-
     def wave_done(self, rank: int, done: WaveDone) -> None:
         """A rank's WAVE takes snapshots that were written: their slots leave the sequence. [I46]"""
         for rid, point in done.snapshots:
@@ -217,6 +165,8 @@ class Checkers:
         check(install is not None, "Freed once per Install [I48]", rank=rank, rid=rid)
         if install is None:
             return
+        if rank in self._pins:
+            self._pins[rank].freed(rid)
         named = self._named[rank]
         for window, table in enumerate(install.tables):
             for slot in table:
@@ -292,7 +242,7 @@ class Checkers:
     def after_loop(self, rank: int) -> None:
         """A LOOP process handled an event: audit its books now and then.  [I38, I41]"""
         self._loop_events += 1
-        if self._loop_events % LOOP_AUDIT_EVERY == 0:
+        if self._loop_events % self._loop_audit_every == 0:
             self._world.ranks[rank].loop.check_invariants()
 
     def _audit(self, rank: int) -> None:
@@ -314,6 +264,18 @@ class Checkers:
                     rank=rank,
                     window=window,
                 )
+
+    def announced(self, keys: Sequence[bytes]) -> None:
+        """Serving tells the router's view of a prompt."""
+        self._router.learn(keys)
+
+    def delta_taken(self, delta: KvDelta) -> None:
+        """Serving has applied a delta.  [I-PUBLISH]"""
+        if self._router.apply(delta.rank, delta.changes):
+            self._look_at_router()
+
+    def _look_at_router(self) -> None:
+        self._router.compare(self._world.router.published_keys())
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
@@ -348,15 +310,9 @@ class Checkers:
             check(not self._live[number], "every Install was freed [I48]", rank=number)
             known = rank.inline.machine.stats()["wavepp_requests"]
             check(known == 0, "a rank remembers requests [I44]", rank=number, known=known)
-        self._router_is_right()
-
-    def _router_is_right(self) -> None:
-        """What the router knows is exactly what all ranks can resume, to its end.  [I-PUBLISH]"""
-        world = self._world
-        told = set(world.router.published_keys())
-        held = [rank.cache.view().keys for rank in world.ranks if not rank.is_dead]
-        for number, keys in enumerate(held):
-            for window, spec in enumerate(world.knobs.windows[number]):
-                if spec.is_dense:
-                    missing = told - set(keys[window])
-                    check(not missing, "the router knows a block that is not held", rank=number)
+        if not any(rank.is_dead for rank in world.ranks):
+            self._look_at_router()
+            if len(world.ranks) > 1:
+                self.rounds.quiet()
+            for pins in self._pins.values():
+                pins.quiet()

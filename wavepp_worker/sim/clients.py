@@ -46,10 +46,15 @@ class Clients:
         self._last_rid = 0
         self.all: dict[int, Client] = {}
         self.live: dict[int, Client] = {}
-        self._to_send = len(prompts)
+        self._prompt_count = self._to_send = len(prompts)
         self.lost_handoffs = self.read_handoffs = 0
         for number, prompt in enumerate(prompts):
             world.steps.at(prompt.at_s, partial(self._arrive, number, prompt), outlives=True)
+
+    @property
+    def arrived_count(self) -> int:
+        """Prompts that were sent so far."""
+        return self._prompt_count - self._to_send
 
     @property
     def is_done(self) -> bool:
@@ -67,7 +72,9 @@ class Clients:
         self._last_rid += 1
         client = Client(self._last_rid, number, prompt)
         self.all[client.rid] = self.live[client.rid] = client
-        world.router.open(client.rid, split_keys(prompt.keys), prompt.tokens)
+        keys = split_keys(prompt.keys)
+        world.checkers.announced(keys)
+        world.router.open(client.rid, keys, prompt.tokens)
         announce = Announce(
             client.rid, prompt.prompt_tokens, prompt.keys, prompt.tokens, Sampling(seed=client.rid)
         )
@@ -87,6 +94,10 @@ class Clients:
             self._world.send_cancel(client.rid)
         if self._rng.random() < 0.1:
             self._world.send_cancel(NOBODY)
+
+    def leave(self, rid: int) -> None:
+        """The client of a request goes away; a no-op for one that has ended."""
+        self._cancel(self.all[rid])
 
     def take_ready(self, rank: int, rid: int) -> None:
         """A stage holds a finished cache."""
@@ -119,7 +130,6 @@ class Clients:
     def _read(self, client: Client, rank: int) -> None:
         """A decode worker reads one stage's part, and asks whether the hold was open all along."""
         world = self._world
-        world.holds[rank].check_content(client.rid)
         longest = 3 * world.knobs.hold_s if self._rng.random() < world.knobs.stall_chance else 0.02
 
         def end() -> None:
@@ -157,6 +167,7 @@ class Clients:
     def take_delta(self, delta: KvDelta) -> None:
         """A rank's tree changed."""
         self._world.router.apply(delta.rank, delta.sequence, delta.changes)
+        self._world.checkers.delta_taken(delta)
 
     # ── restart ──────────────────────────────────────────────────────────────────────────────
 

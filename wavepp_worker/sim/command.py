@@ -13,6 +13,7 @@ import msgspec
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.limits import STAGES_MAX
 from wavepp_worker.sim.knobs import FAULTS
+from wavepp_worker.sim.workload import RECORDED_BLOCK_TOKENS
 
 SIM_HELP = """\
 Run the production admission, cache and executor of P ranks in one process, under a clock that
@@ -25,14 +26,16 @@ examples:
   wavepp sim --ranks 4 --seeds 200                          a campaign, all faults
   wavepp sim --ranks 8 --hybrid --seeds 2000 --json         recurrent and sliding windows as well
   wavepp sim --seed 7 --faults cancel,storm --story all     one world and what happened in it
-  wavepp sim --ranks 64 --trace conversation.jsonl --requests 20000 --time-scale 0.001
-                        a recorded trace: each block of 512 tokens becomes one cache block
+  wavepp sim --ranks 64 --trace conversation.jsonl --requests 20000
+                        a recorded trace, from its start again when it ends; without faults
+                        unless they are named
 
-Equal seeds and options give equal output, wall time apart.  Exit status: 0 nothing found,
-1 a violation, 2 refused.
+Equal seeds and options give equal output, but for the wall time and the rate derived from it.
+From 1,000 seeds on, a branch that worlds of this kind can reach and none reached counts as a
+violation.  Exit status: 0 nothing found, 1 a violation, 2 refused.
 """
-CAMPAIGN_COVERAGE_SEEDS = 1000  # from so many seeds on, what was never reached is a finding
-TRACE_SLOTS = 4096
+CAMPAIGN_COVERAGE_SEEDS = 1000  # from so many seeds on, what was never reached is a violation
+RECORDED_BLOCKS_PER_BLOCK = 8
 
 
 def add_sim(commands: Any) -> None:
@@ -57,6 +60,10 @@ def add_sim(commands: Any) -> None:
     add("--jobs", type=int, help="processes; default: one per core")
     add("--story", metavar="RID|all", help="with --seed: print what happened to requests")
     add("--trace", metavar="FILE", type=Path, help="Mooncake JSONL as the workload of one world")
+    add("--trace-block-tokens", type=int,
+        default=RECORDED_BLOCKS_PER_BLOCK * RECORDED_BLOCK_TOKENS,
+        help="recorded tokens that become one cache block; a multiple of "
+        f"{RECORDED_BLOCK_TOKENS}; default: %(default)s")  # fmt: skip
     add("--time-scale", type=float, default=0.001,
         help="factor on a trace's arrival times; default: %(default)s")  # fmt: skip
     add("--json", action="store_true", help="last line of output: everything as one JSON object")
@@ -69,23 +76,24 @@ def run_sim(args: argparse.Namespace) -> int:
 
     options = _options(args)
     began = time.monotonic()
+    never: list[str] = []
     if args.trace is not None:
-        return _run_trace(args, options, began)
-    if args.seed is not None:
-        return _run_one(args, options, began)
-    if args.seeds < 1 or (args.jobs is not None and args.jobs < 1):
-        raise ConfigError("--seeds and --jobs are at least 1")
-    jobs = args.jobs or campaign.default_jobs()
-    progress = _Progress(args.seeds)
-    totals = campaign.run_seeds(args.first_seed, args.seeds, options, jobs, progress.show)
-    progress.done()
-    for number, finding in enumerate(totals.findings[:5]):
-        totals.findings[number] = campaign.explain(finding, options)
+        totals = _run_trace(args, options)
+    elif args.seed is not None:
+        totals = _run_one(args, options)
+    else:
+        jobs = args.jobs or campaign.default_jobs()
+        progress = _Progress(args.seeds)
+        totals = campaign.run_seeds(args.first_seed, args.seeds, options, jobs, progress.show)
+        progress.done()
+        if args.seeds >= CAMPAIGN_COVERAGE_SEEDS:
+            never = never_reached(totals, options)
+    if args.trace is None:
+        totals.findings = campaign.explain_all(totals.findings, options)
     wall_s = time.monotonic() - began
-    never = never_reached(totals, options) if args.seeds >= CAMPAIGN_COVERAGE_SEEDS else []
     _print_totals(totals, never, wall_s)
     if args.json:
-        _print_json(totals, never, wall_s)
+        _print_json(totals, never, wall_s, options.ranks)
     return 1 if totals.findings or never else 0
 
 
@@ -107,6 +115,14 @@ def _options(args: argparse.Namespace) -> Any:
         raise ConfigError(f"--ranks lies between 1 and {STAGES_MAX}")
     if args.requests is not None and args.requests < 1:
         raise ConfigError("--requests is at least 1")
+    if args.seeds < 1 or (args.jobs is not None and args.jobs < 1):
+        raise ConfigError("--seeds and --jobs are at least 1")
+    if args.time_scale <= 0:
+        raise ConfigError("--time-scale is above 0")
+    if args.trace_block_tokens < 1 or args.trace_block_tokens % RECORDED_BLOCK_TOKENS:
+        raise ConfigError(f"--trace-block-tokens is a multiple of {RECORDED_BLOCK_TOKENS}")
+    if args.story is not None and args.seed is None:
+        raise ConfigError("--story goes with --seed")
     faults: tuple[str, ...] = tuple(FAULTS)
     if args.faults == "none" or (args.trace is not None and args.faults == "all"):
         faults = ()
@@ -124,77 +140,51 @@ def _options(args: argparse.Namespace) -> Any:
     )
 
 
-def _run_one(args: argparse.Namespace, options: Any, began: float) -> int:
-    from wavepp_worker.sim.world import Violation, World
+def _run_one(args: argparse.Namespace, options: Any) -> Any:
+    from wavepp_worker.sim.campaign import Totals, run_world
+    from wavepp_worker.sim.world import World
 
-    world = World(args.seed, options)
-    found = ""
-    try:
-        report = world.run()
-        print(_lines(report))
-    except Violation as violation:
-        found = str(violation)
-        print(f"VIOLATION seed={args.seed}: {found}")
+    rids = None if args.story in (None, "all") else _rids(args.story)
+    world = World(args.seed, options, storyteller=args.story is not None)
+    totals = Totals()
+    totals.add(run_world(world))
     if args.story is not None:
-        rids = world.story_rids() if args.story == "all" else _rids(args.story)
-        print(world.story(rids))
-    if args.json:
-        document = {"seed": args.seed, "violations": [found] if found else []}
-        print(msgspec.json.encode(document | {"wall_s": time.monotonic() - began}).decode())
-    return 1 if found else 0
+        print(world.story(world.story_rids() if rids is None else rids))
+    return totals
 
 
-def _run_trace(args: argparse.Namespace, options: Any, began: float) -> int:
-    from wavepp_worker.cache.window import WindowSpec
-    from wavepp_worker.sim.knobs import BLOCK_TOKENS, Knobs, draw_knobs
+def _run_trace(args: argparse.Namespace, options: Any) -> Any:
+    from wavepp_worker.sim.campaign import Totals, explain_trace, run_world
+    from wavepp_worker.sim.knobs import BLOCK_TOKENS
+    from wavepp_worker.sim.trace_world import trace_knobs
     from wavepp_worker.sim.workload import trace_length, trace_prompts
-    from wavepp_worker.sim.world import Violation, World
+    from wavepp_worker.sim.world import World
 
-    if args.time_scale <= 0:
-        raise ConfigError("--time-scale is above 0")
-    count = args.requests or trace_length(args.trace)
-    prompts = list(trace_prompts(args.trace, count, BLOCK_TOKENS, args.time_scale))
-    longest = max(prompt.prompt_tokens for prompt in prompts) // BLOCK_TOKENS + 1
-    seed = args.seed or 0
-    drawn = draw_knobs(seed, options)
-    slots = max(TRACE_SLOTS, 4 * longest)
-    dense = WindowSpec(slots=slots, host_slots=0 if args.no_host else slots)
-    states = WindowSpec(kind="recurrent", slots=64, host_slots=0 if args.no_host else 256)
-    knobs: Knobs = msgspec.structs.replace(
-        drawn,
-        windows=((dense, states) if args.hybrid else (dense,),) * args.ranks,
-        batch=16,
-        headroom_tokens=32 * BLOCK_TOKENS,
-        floor_fraction=0.1,
-        snapshot_interval_tokens=16 * BLOCK_TOKENS,
-        wave_tokens_max=32 * BLOCK_TOKENS,
-        wave_tokens_min=16 * BLOCK_TOKENS,
-        hold_s=0.3,
+    count, seed = args.requests or trace_length(args.trace), args.seed or 0
+    prompts = list(
+        trace_prompts(
+            args.trace,
+            count,
+            block_tokens=BLOCK_TOKENS,
+            trace_block_tokens=args.trace_block_tokens,
+            time_scale=args.time_scale,
+        )
     )
-    options = msgspec.structs.replace(options, requests=count)
-    print(f"• {count} requests, {args.ranks} ranks, {slots} slots each", file=sys.stderr)
-    world = World(seed, options, knobs=knobs, prompts=prompts, storyteller=False)
-    found = ""
-    report = None
-    try:
-        report = world.run()
-        print(_lines(report))
-    except Violation as violation:
-        found = str(violation)
-        print(f"VIOLATION: {found}")
-    wall_s = time.monotonic() - began
-    print(f"{count / wall_s:,.0f} requests per second of simulation, {wall_s:.1f} s")
-    if args.json:
-        document = {
-            "ranks": args.ranks,
-            "requests": count,
-            "report": report,
-            "violations": [found] if found else [],
-            "requests_per_s": count / wall_s,
-            "wall_s": wall_s,
-        }
-        print(msgspec.json.encode(document).decode())
-    return 1 if found else 0
+    knobs = trace_knobs(seed, options, prompts)
+    print(f"• {count} requests, {options.ranks} ranks", file=sys.stderr)
+
+    def make(requests: int, has_stories: bool) -> World:
+        fewer, first = msgspec.structs.replace(options, requests=requests), prompts[:requests]
+        return World(seed, fewer, knobs=knobs, prompts=first, storyteller=has_stories)
+
+    world = make(count, False)
+    totals = Totals()
+    totals.add(run_world(world))
+    if totals.findings:
+        words = [f"wavepp sim --trace {args.trace}", f"--time-scale {args.time_scale}"]
+        words.append(f"--trace-block-tokens {args.trace_block_tokens}")
+        totals.findings = [explain_trace(totals.findings[0], world, make, " ".join(words))]
+    return totals
 
 
 def _rids(text: str) -> list[int]:
@@ -202,11 +192,6 @@ def _rids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--story {text}: request numbers or all") from error
-
-
-def _lines(report: Any) -> str:
-    rows = msgspec.structs.asdict(report)
-    return "\n".join(f"{name:16} {_plain(value)}" for name, value in rows.items())
 
 
 def _plain(value: Any) -> str:
@@ -217,7 +202,8 @@ def _plain(value: Any) -> str:
 
 def _print_totals(totals: Any, never: list[str], wall_s: float) -> None:
     print(f"{totals.seeds} worlds, {totals.requests} requests, {totals.rounds} rounds, "
-          f"{totals.epochs} epochs, {wall_s:.1f} s")  # fmt: skip
+          f"{totals.epochs} epochs, {wall_s:.1f} s, "
+          f"{totals.requests / wall_s:,.0f} requests per second of simulation")  # fmt: skip
     print(f"ended      {_plain(dict(sorted(totals.ends.items())))}")
     print(f"verdicts   {_plain(dict(sorted(totals.verdicts.items())))}")
     print(f"tokens     {totals.reused_tokens} reused, {totals.computed_tokens} computed")
@@ -227,12 +213,13 @@ def _print_totals(totals: Any, never: list[str], wall_s: float) -> None:
         if finding.command:
             print(f"shortest:  {finding.command}\n{finding.story}")
     for name in never:
-        print(f"NEVER REACHED: {name}")
-    print(f"violations {len(totals.findings)}")
+        print(f"VIOLATION never reached: {name}")
+    print(f"violations {len(totals.findings) + len(never)}")
 
 
-def _print_json(totals: Any, never: list[str], wall_s: float) -> None:
+def _print_json(totals: Any, never: list[str], wall_s: float, ranks: int) -> None:
     document = {
+        "ranks": ranks,
         "seeds": totals.seeds,
         "requests": totals.requests,
         "rounds": totals.rounds,
@@ -246,9 +233,10 @@ def _print_json(totals: Any, never: list[str], wall_s: float) -> None:
         "read_handoffs": totals.read_handoffs,
         "lost_handoffs": totals.lost_handoffs,
         "never_reached": never,
-        "violations": len(totals.findings),
+        "violations": len(totals.findings) + len(never),
         "findings": totals.findings,
         "wall_s": round(wall_s, 3),
+        "requests_per_s": round(totals.requests / wall_s, 3),
     }
     print(msgspec.json.encode(document).decode())
 

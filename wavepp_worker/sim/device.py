@@ -4,7 +4,8 @@
     waves    in order, after their activations and after all copies enqueued before them
 
 So a copy of a later Install may run before, during or after an earlier wave: what the rules do
-not order, a seed does.
+not order, a seed does.  A copy takes time as well: of each Install's copies one is seen half done,
+and a slot that a wave will write holds nothing useful from its start.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class SimDevice:
 
     Args:
         later: schedules a step of this device after a drawn delay.
+        pick: draws a number below its argument.
         on_fence: told of each complete wave, in order.
         on_output: gets the activations of each complete wave.
         before_write: told (window, slot, rid) of each block that a wave is about to write.
@@ -39,6 +41,7 @@ class SimDevice:
         is_first: bool,
         block_tokens: int,
         later: Later,
+        pick: Callable[[int], int],
         on_fence: Callable[[WaveFenced], None],
         on_output: Callable[[int, Activations], None],
         before_write: Callable[[int, int, int], None],
@@ -46,13 +49,13 @@ class SimDevice:
         self.stage = stage
         self._is_first = is_first
         self._block_tokens = block_tokens
-        self._later = later
+        self._later, self._pick = later, pick
         self._on_fence, self._on_output = on_fence, on_output
         self._before_write = before_write
         self._copies: deque[Sequence[Copy]] = deque()
         self._waves: deque[tuple[RunWave, int]] = deque()  # and the copies that go before it
         self._inputs: dict[int, Activations] = {}
-        self._is_computing = False
+        self._is_computing = self._is_copying = False
         self.copies_enqueued = self.copies_done = 0
 
     @property
@@ -64,7 +67,7 @@ class SimDevice:
         """Put the copies of one Install on the copy stream."""
         self.copies_enqueued += 1
         self._copies.append(copies)
-        self._later(self._copy)
+        self._start_copies()
 
     def enqueue_wave(self, run: RunWave) -> None:
         """Put a wave on the compute stream."""
@@ -76,9 +79,33 @@ class SimDevice:
         self._inputs[wave] = activations
         self._start_wave()
 
+    def _start_copies(self) -> None:
+        if self._copies and not self._is_copying:
+            self._is_copying = True
+            self._later(self._copy)
+
     def _copy(self) -> None:
-        self.stage.copy(self._copies.popleft())
+        copies = self._copies[0]
+        half = self._pick(len(copies) + 1)
+        if half == len(copies):  # all of them at once
+            self.stage.copy(copies)
+            self._end_copies()
+            return
+        self.stage.copy(copies[:half])
+        source = self.stage.begin_copy(copies[half])
+
+        def go_on() -> None:
+            self.stage.end_copy(copies[half], source)
+            self.stage.copy(copies[half + 1 :])
+            self._end_copies()
+
+        self._later(go_on)
+
+    def _end_copies(self) -> None:
+        self._copies.popleft()
         self.copies_done += 1
+        self._is_copying = False
+        self._start_copies()
         self._start_wave()
 
     def _start_wave(self) -> None:
@@ -87,6 +114,8 @@ class SimDevice:
         run, copies = self._waves[0]
         if self.copies_done >= copies and (self._is_first or run.wave in self._inputs):
             self._is_computing = True
+            for chunk in run.chunks:
+                self.stage.begin_run(chunk)
             self._later(self._compute)
 
     def _compute(self) -> None:

@@ -23,6 +23,7 @@ from wavepp_worker.wire.mailbox import Copy
 
 TOKEN_BYTES = 4
 NOTHING = b"nothing was ever written here"
+HALF = b"a write to this slot is under way"
 ZERO = b"zero"
 
 Content = tuple[tuple[bytes, ...], ...]
@@ -72,6 +73,38 @@ class DigestStage:
                 case _:
                     check(copy.kind == "zero_state", "a kind of copy", kind=copy.kind)
                     device[copy.target] = ZERO
+
+    def begin_copy(self, copy: Copy) -> bytes:
+        """Begin one copy: its target is of no use until `end_copy`.  Return what is copied."""
+        source = (
+            ZERO if copy.kind == "zero_state" else self._side(copy, of_target=False)[copy.source]
+        )
+        self._side(copy, of_target=True)[copy.target] = HALF
+        return source
+
+    def end_copy(self, copy: Copy, source: bytes) -> None:
+        """End a copy that began; nobody may have touched either end of it.  [I46]"""
+        target = self._side(copy, of_target=True)
+        check(target[copy.target] == HALF, "a copy's target was used meanwhile [I46]", copy=copy)
+        if copy.kind != "zero_state":
+            now = self._side(copy, of_target=False)[copy.source]
+            check(now == source, "a copy's source was written meanwhile [I46]", copy=copy)
+        target[copy.target] = source
+
+    def _side(self, copy: Copy, *, of_target: bool) -> list[bytes]:
+        """Return the slots on one side of a copy."""
+        is_host = copy.kind == "offload" if of_target else copy.kind in ("onboard", "onboard_state")
+        return (self._host if is_host else self._device)[copy.window]
+
+    def begin_run(self, chunk: WaveChunk) -> None:
+        """A wave starts: the blocks that it will write are of no use until `run`."""
+        first = chunk.start // self._block_tokens
+        stop = ceil_div(chunk.start + chunk.length, self._block_tokens)
+        for window, table in enumerate(chunk.tables):
+            if self._specs[window].is_dense:
+                slots = self._device[window]
+                for slot in table[first:stop]:
+                    slots[slot] = HALF
 
     def run(self, chunk: WaveChunk, inputs: Sequence[bytes]) -> list[bytes]:
         """Compute a chunk; return the output of each of its blocks.

@@ -7,14 +7,17 @@ sees each of them alone and together with others.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from wavepp_worker.cache.window import WindowSpec
 
 BLOCK_TOKENS: Final = 4
 PROMPT_LINKS_S: Final = (0.000_1, 0.000_3)
+CROWD_CHANCE: Final = 0.15
 
 FAULTS: Final = {
     "delay": "links and devices take from nothing to far longer than a round",
@@ -94,7 +97,7 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
     delays = rng.choice([(0.000_1, 0.000_5, 0.001, 0.004), (0.000_1, 0.02), (0.001, 0.002, 0.05)])
     host_full = has("host_full", 0.3)
     room = rng.choice([1, 1, 2, 4])
-    return Knobs(
+    knobs = Knobs(
         windows=tuple(
             _rank_windows(
                 rank,
@@ -134,6 +137,59 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
         lost_rank_at=(lost_rank, rng.random() * 0.4) if has("lost_peer", 0.12) else None,
         restart_at=rng.random() * 0.4 if has("restart", 0.12) else None,
     )
+    return _crowded(knobs, random.Random(f"{seed}/crowd"), options)
+
+
+def _crowded(knobs: Knobs, rng: random.Random, options: SimOptions) -> Knobs:
+    """Make some worlds meet what free draws hardly ever meet; most stay as they are.
+
+    few texts     short prompts of a few texts, most of them on the host, many admitted at once in
+                  two steps: one request onboards what another has counted as its own
+    wide states   pools of states with a floor, all of it wanted, beside oversized requests
+    """
+    if rng.random() < CROWD_CHANCE:
+        knobs = replace(
+            knobs,
+            families=3,
+            room=3,
+            auto_commit=False,
+            hint_refine=False,
+            batch=6,
+            headroom_tokens=0,
+            floor_fraction=0.0,
+            spread_s=rng.choice([0.05, 0.3]),
+            windows=_resized(
+                knobs, "dense", lambda: (rng.randint(20, 32), 64 if options.has_host else 0)
+            ),
+        )
+    if rng.random() < CROWD_CHANCE:
+        knobs = replace(
+            knobs,
+            room=1,
+            auto_commit=False,
+            hint_refine=rng.random() < 0.6,
+            batch=6,
+            headroom_tokens=12 * BLOCK_TOKENS,
+            snapshot_interval_tokens=BLOCK_TOKENS,
+            windows=_resized(
+                knobs, "recurrent", lambda: (rng.randint(10, 14), 4 if options.has_host else 0)
+            ),
+        )
+    return knobs
+
+
+def _resized(
+    knobs: Knobs, kind: str, draw: Callable[[], tuple[int, int]]
+) -> tuple[tuple[WindowSpec, ...], ...]:
+    """Return the windows with other sizes (slots, host slots) for those of one kind."""
+
+    def resize(spec: WindowSpec) -> WindowSpec:
+        if not (spec.is_dense if kind == "dense" else spec.is_recurrent):
+            return spec
+        slots, host_slots = draw()
+        return replace(spec, slots=slots, host_slots=host_slots)
+
+    return tuple(tuple(map(resize, specs)) for specs in knobs.windows)
 
 
 def _rank_windows(

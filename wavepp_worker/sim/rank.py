@@ -134,6 +134,7 @@ class SimRank:
             is_first=rank == 0,
             block_tokens=BLOCK_TOKENS,
             later=lambda step: world.steps.after(world.delay_s("device", rank), step),
+            pick=world.steps.rng("copies").randrange,
             on_fence=lambda fenced: world.link(
                 ("fence", rank), "device", rank, lambda: self.loop_event(fenced)
             ),
@@ -192,6 +193,7 @@ class SimRank:
                 for target in range(1, len(world.ranks)):
                     world.send_round(rank, target, message)
             case SendVote(vote=vote):
+                world.checkers.voted(vote)
                 rng = world.steps.rng("strip")
                 chance = world.knobs.strip_chance
                 kept = tuple(v for v in vote.votes if rng.random() >= chance)
@@ -199,7 +201,7 @@ class SimRank:
                 gone = tuple(
                     rid
                     for rid in vote.gone
-                    if rid not in world.checkers.cancelling or rng.random() >= chance
+                    if rid not in world.checkers.rounds.cancelling or rng.random() >= chance
                 )
                 vote = msgspec.structs.replace(vote, votes=kept, gone=gone)
                 world.send_round(rank, 0, vote)
@@ -227,6 +229,10 @@ class SimRank:
                     command=command,
                 )
 
+    def books(self) -> dict[str, float]:
+        """Return everything that the WAVE process counts, but for the frames that it ignored."""
+        return self.inline.stats() | {"wavepp_stale_messages_total": 0.0}
+
     def take_loop(self, message: WaveDone | Freed) -> None:
         """A report of this rank's own LOOP."""
         if self.is_dead:
@@ -248,6 +254,7 @@ class SimRank:
     def _report_tree(self) -> None:
         changes = self.cache.drain_changes()
         if changes:
+            self._world.checkers.tree_changed(self.rank, changes)
             self._delta_sequence += 1
             delta = KvDelta(self.rank, self._delta_sequence, changes)
             self._world.report(self.rank, lambda: self._world.clients.take_delta(delta))

@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import Struct
@@ -15,7 +16,7 @@ from wavepp_worker.cache.hashing import scope_key, sequence_keys
 from wavepp_worker.sim.digest import TOKEN_BYTES
 
 SCOPE = scope_key("sim")
-TRACE_BLOCK_TOKENS = 512  # of the recorded format
+RECORDED_BLOCK_TOKENS = 512  # of the recorded format
 
 
 class SimPrompt(Struct, frozen=True):
@@ -78,12 +79,16 @@ def trace_length(path: Path) -> int:
 
 
 def trace_prompts(
-    path: Path, count: int, block_tokens: int, time_scale: float
+    path: Path, count: int, *, block_tokens: int, trace_block_tokens: int, time_scale: float
 ) -> Iterator[SimPrompt]:
     """Yield `count` requests of a Mooncake trace, from its start again when it ends.
 
-    A recorded block of 512 tokens becomes `block_tokens` tokens.  A second time round, all block
-    ids are new, as if other users said other things.
+    A second time round all blocks are new, as if other users said other things.
+
+    Args:
+        block_tokens: of a simulated cache block.
+        trace_block_tokens: how many recorded tokens become one of those; a multiple of 512.
+        time_scale: factor on arrival times.
 
     Raises:
         ConfigError: unreadable or malformed; names the line.
@@ -94,6 +99,7 @@ def trace_prompts(
         raise ConfigError(f"{path}: {error.strerror}") from error
     if not lines:
         raise ConfigError(f"{path}: no requests")
+    ids_per_block = trace_block_tokens // RECORDED_BLOCK_TOKENS
     span_s = 0.0
     for number in range(count):
         turn, index = divmod(number, len(lines))
@@ -103,9 +109,14 @@ def trace_prompts(
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}, line {index + 1}: {error!r}") from error
         tokens: list[int] = []
-        for block in ids:
-            first = (turn << 28) + block * block_tokens
-            tokens += [(first + at) & 0xFFFFFFFF for at in range(block_tokens)]
-        kept = max(1, length * block_tokens // TRACE_BLOCK_TOKENS)
+        for at in range(0, len(ids), ids_per_block):
+            tokens += _block_of(turn, ids[at : at + ids_per_block], block_tokens)
+        kept = max(1, length * block_tokens // trace_block_tokens)
         span_s = max(span_s, at_ms / 1e3) if turn == 0 else span_s
         yield make_prompt(tokens[:kept], (at_ms / 1e3 + turn * span_s) * time_scale, block_tokens)
+
+
+def _block_of(turn: int, ids: list[int], block_tokens: int) -> list[int]:
+    """Return the tokens that stand for some recorded blocks: the same for the same ids."""
+    raw = blake2b(f"{turn} {ids}".encode(), digest_size=4 * block_tokens).digest()
+    return list(struct.unpack(f"<{block_tokens}I", raw))
