@@ -28,6 +28,9 @@ CONFIGURATIONS = {
     "8 ranks, hybrid": (SimOptions(ranks=8, is_hybrid=True), 8),
     "1 rank, hybrid": (SimOptions(ranks=1, is_hybrid=True), 16),
     "2 ranks, no host tier": (SimOptions(ranks=2, has_host=False), 16),
+    "3 ranks, hybrid, one at a time": (SimOptions(ranks=3, is_hybrid=True, mode="waves"), 12),
+    "3 ranks, hybrid, naive": (SimOptions(ranks=3, is_hybrid=True, mode="naive"), 16),
+    "1 rank, naive": (SimOptions(ranks=1, mode="naive"), 8),
     "4 ranks, hybrid, no faults": (SimOptions(ranks=4, is_hybrid=True, faults=()), 12),
 }
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from wavepp_worker.admission.phases import Phase
 from wavepp_worker.base.types import Instant
-from wavepp_worker.wire.mailbox import Install
+from wavepp_worker.wire.mailbox import Install, Refused, Waiting
 from wavepp_worker.wire.rounds import RoundBcast, RoundGathered, RoundVote
 
 # ── cache sections ───────────────────────────────────────────────────────────────────────────
@@ -30,10 +30,11 @@ class Learn(Section, frozen=True):
 
 
 class Probe(Section, frozen=True):
-    """Read the hint endpoint from the index, at most `cap` tokens."""
+    """Read the hint endpoint, at most `cap` tokens: from the index, or by a walk of the tree."""
 
     rid: int
     cap: int | None = None
+    is_walk: bool = False
 
 
 class AcquireLease(Section, frozen=True):
@@ -131,6 +132,12 @@ class SendAdmitting(Outward, frozen=True):
     """Rank 0, to LOOP0: how many attempts are open; sent when it changed."""
 
     count: int
+
+
+class TellAsker(Outward, frozen=True):
+    """Rank 0, to LOOP0, where it asks for requests: how many wait, when that changed; or no."""
+
+    message: Waiting | Refused
 
 
 class SendCacheView(Outward, frozen=True):

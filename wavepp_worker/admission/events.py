@@ -31,6 +31,12 @@ class CancelRequested(Event, frozen=True):
     rid: int
 
 
+class Asked(Event, frozen=True):
+    """Leader: LOOP0 wants one more request, and waits."""
+
+    may_refuse: bool
+
+
 class ViewRequested(Event, frozen=True):
     """Leader: every rank shall report its cache view with this number."""
 
@@ -74,6 +80,7 @@ class Tick(Event, frozen=True):
 OutsideEvent = (
     Announced
     | CancelRequested
+    | Asked
     | ViewRequested
     | ShutdownRequested
     | BroadcastReceived

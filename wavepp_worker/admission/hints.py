@@ -163,7 +163,7 @@ class Hints:
         self._vote(request, probed.endpoint)
 
     def _read(self, request: RankRequest, cap: int | None) -> Flow[HintProbed]:
-        probed = expect((yield Probe(request.rid, cap)), HintProbed)
+        probed = expect((yield Probe(request.rid, cap, self._settings.is_asked)), HintProbed)
         request.probed_version = probed.index_version
         return probed
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import structs
 
 from wavepp_worker.admission import limits
+from wavepp_worker.admission.asks import Asks
 from wavepp_worker.admission.commands import (
     Outward,
     ReportGone,
@@ -72,6 +73,7 @@ class Leader:
         self._shutdown_reason: str | None = None
         self._votes: Sequence[RoundVote] = ()  # of the last merged round; empty before the first
         self._admitting_count = 0
+        self._asks = Asks(emit)
         self._unhurried_s = settings.round_quiet_s
 
     # ── arrivals ─────────────────────────────────────────────────────────────────────────────
@@ -100,6 +102,7 @@ class Leader:
             sampling=announce.sampling,
         )
         self._replica.prompts[rid] = (announce.tokens, now)
+        self._settle_asks()
 
     def cancel(self, rid: int) -> None:
         """Note that nobody waits for this request; one that has ended already is not an error."""
@@ -111,8 +114,15 @@ class Leader:
         if rid in self._arrivals:
             mark("admission.cancel_arrival")
             self._end(request)
+            self._settle_asks()
         else:
             self._cancel_wishes[rid] = request
+
+    def ask(self, *, may_refuse: bool) -> None:
+        """LOOP0 wants one more request and waits for the answer."""
+        check(self._settings.is_asked, "LOOP0 asks, but requests are admitted ahead")
+        self._asks.open(may_refuse=may_refuse)
+        self._settle_asks()
 
     def request_view(self, number: int) -> None:
         """Ask every rank for a cache view in the next round."""
@@ -144,9 +154,19 @@ class Leader:
     def spacing_s(self) -> float:
         """Return how long after the start of the last round the next one is due.  [9.5]"""
         is_urgent = self._view_numbers or self._cancel_wishes or self._shutdown_reason is not None
-        if is_urgent or (self._arrivals and self._votes):
+        if is_urgent or self._may_announce() or self._is_awaited():
             return self._settings.round_min_s
         return self._unhurried_s
+
+    def _may_announce(self) -> bool:
+        """Return whether the next broadcast can carry an arrival."""
+        if not self._arrivals or not self._votes:
+            return False
+        return not self._settings.is_asked or (self._asks.is_open and not len(self.queue))
+
+    def _is_awaited(self) -> bool:
+        """Return whether LOOP0 waits for what the next rounds decide."""
+        return self._asks.is_open and (self._asks.may_refuse or bool(self.queue.open_attempts()))
 
     def _unhurried(self) -> float:
         if self._cancelling or self.queue.open_attempts() or self._replica.has_unsettled:
@@ -172,7 +192,9 @@ class Leader:
         """Return the next announces within one round's limits; none before all ranks voted."""
         entries: list[AnnounceEntry] = []
         key_bytes = 0
-        for entry in list(self._arrivals.values()) if self._votes else []:
+        for entry in list(self._arrivals.values()):
+            if not self._may_announce():
+                break
             request = self.requests[entry.rid]
             total_tokens = limits.smallest_total(self._votes)
             if not limits.can_ever_fit(self._settings, entry.prompt_tokens, total_tokens):
@@ -224,8 +246,10 @@ class Leader:
         for vote in votes:
             for rid in vote.gone:
                 self._note_gone(rid, vote.rank)
-        self._selection.select(votes, now)
+        if self._asks.is_open or not self._settings.is_asked:
+            self._selection.select(votes, now)
         self._report_admitting()
+        self._settle_asks(is_decided=True)
         self._unhurried_s = self._unhurried()
 
     def _note(self, vote: RoundVote) -> None:
@@ -259,6 +283,8 @@ class Leader:
                 if request.is_cancelled:
                     mark("admission.cancel_crossed")
                 self.queue.admit(request, self._replica.requests[request.rid].ino)
+                if self._settings.is_asked:
+                    self._asks.grant()
                 return
             case Action.CLOSE:
                 self._close(request, now)
@@ -322,6 +348,14 @@ class Leader:
         if count != self._admitting_count:
             self._admitting_count = count
             self._emit(SendAdmitting(count))
+
+    def _settle_asks(self, *, is_decided: bool = False) -> None:
+        """Answer an Ask that needs no round, or one that the last round has not brought on."""
+        if self._settings.is_asked:
+            is_under_way = not is_decided or bool(
+                self._may_announce() or self._replica.has_unsettled or self.queue.open_attempts()
+            )
+            self._asks.settle(len(self._arrivals) + len(self.queue), is_under_way=is_under_way)
 
     def check_invariants(self) -> None:
         """Check the limits on what is pending, and that nothing else holds an attempt.  [I26]"""

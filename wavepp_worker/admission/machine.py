@@ -23,6 +23,7 @@ from wavepp_worker.admission.commands import (
 )
 from wavepp_worker.admission.events import (
     Announced,
+    Asked,
     BroadcastReceived,
     CancelRequested,
     GatheredReceived,
@@ -135,6 +136,8 @@ class AdmissionMachine:
                 self._lead().announce(announce, now)
             case CancelRequested(rid=rid):
                 self._lead().cancel(rid)
+            case Asked(may_refuse=may_refuse):
+                self._lead().ask(may_refuse=may_refuse)
             case ViewRequested(number=number):
                 self._lead().request_view(number)
             case ShutdownRequested(reason=reason):

@@ -5,7 +5,7 @@ and nothing else touches the cache in between.  What it returns is for the drive
 
     SendBroadcast, SendGathered   to every other rank, in order (rank 0 only)
     SendVote                      to rank 0
-    SendInstall, SendDrop, SendAdmitting                  to this rank's LOOP
+    SendInstall, SendDrop, SendAdmitting, TellAsker   to this rank's LOOP
     Report*, SendCacheView                                to the serving process
     ShutDown                                              end the process
     Transition                                            one line of a request's story
@@ -113,8 +113,9 @@ def run_section(cache: RankCache, section: Section) -> SectionResult:  # noqa: P
     match section:
         case Learn():
             cache.learn(section.rid, section.prompt_tokens, section.keys, section.snapshot_points)
-        case Probe(rid=rid, cap=cap):
-            return HintProbed(cache.hint(rid, cap), cache.index_version)
+        case Probe(rid=rid, cap=cap, is_walk=is_walk):
+            endpoint = cache.walk(rid, cap) if is_walk else cache.hint(rid, cap)
+            return HintProbed(endpoint, cache.index_version)
         case AcquireLease(rid=rid, attempt=attempt, cap=cap):
             return LeaseTaken(cache.acquire(rid, attempt, cap))
         case TrimLease(rid=rid, cap=cap):

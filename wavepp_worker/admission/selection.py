@@ -95,9 +95,11 @@ class Selection:
 
     def _is_turn(self, request: LeaderRequest) -> bool:
         """Return whether what is pending leaves a place to this request."""
-        pending = self._queue.pending
-        if len(pending) >= self._settings.batch_requests_max:
+        pending, settings = self._queue.pending, self._settings
+        if len(pending) >= settings.batch_requests_max:
             mark("admission.refused_count")
+            return False
+        if sum(other.attempt is not None for other in pending.values()) >= settings.attempts_max:
             return False
         if request.has_failed and pending:
             mark("admission.refused_not_alone")

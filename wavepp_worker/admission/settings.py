@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from wavepp_worker.base.types import LEADER
 from wavepp_worker.config.derive import Plan
 from wavepp_worker.config.schema import Config
+
+AdmissionMode = Literal["leases", "waves", "naive"]
 
 
 class AdmissionSettings(Struct, frozen=True, kw_only=True):
@@ -26,10 +30,21 @@ class AdmissionSettings(Struct, frozen=True, kw_only=True):
     round_active_s: float = 0.000_5
     round_idle_s: float = 0.005
     round_quiet_s: float = 0.05
+    mode: AdmissionMode = "leases"
     auto_commit: bool = True
     hint_refine: bool = False
     is_strict: bool = True
     """A failed last resort is an InvariantError; otherwise it fails that request only.  [A52]"""
+
+    @property
+    def is_asked(self) -> bool:
+        """Nothing is announced to the ranks before the executor asks for it: the naive rung."""
+        return self.mode == "naive"
+
+    @property
+    def attempts_max(self) -> int:
+        """Requests that may have an open attempt at once."""
+        return self.batch_requests_max if self.mode == "leases" else 1
 
     @property
     def is_leader(self) -> bool:
@@ -60,6 +75,7 @@ def admission_settings(config: Config, plan: Plan, rank: int, epoch: int) -> Adm
         round_active_s=admission.round_active_ms / 1e3,
         round_idle_s=admission.round_idle_ms / 1e3,
         round_quiet_s=admission.round_quiet_ms / 1e3,
+        mode=admission.mode,
         auto_commit=admission.auto_commit,
         hint_refine=admission.hint_refine,
         is_strict=config.debug.invariants != "off",

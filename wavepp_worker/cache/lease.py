@@ -32,6 +32,12 @@ class Lease:
         self._dense: list[Reach] = [part.reach for window, part in paired if window.is_dense]
         self._sparse: list[Reach] = [part.reach for window, part in paired if not window.is_dense]
 
+    def reach(self, cap: int) -> Tokens:
+        """Return how deep `acquire` would look first; pins nothing."""
+        block_tokens = self.request.block_tokens
+        limit = min(self.request.endpoint_max, cap) // block_tokens
+        return Tokens(common_depth(self._dense, self._sparse, limit) * block_tokens)
+
     def acquire(self, cap: int, vacate: Vacate) -> None:
         """Pin the longest prefix, at most `cap` tokens, that every window can resume."""
         check(cap >= 0, "an endpoint is not negative [I8]", cap=cap)

@@ -120,6 +120,15 @@ class RankCache:
         self._counters["wavepp_snapshot_limited_hints_total"] += is_limited
         return endpoint
 
+    def walk(self, rid: int, cap: int | None = None) -> int:
+        """Return what `hint` tells, from the tree itself; holds nothing.
+
+        The first of the two walks of naive admission: its cost grows with the prompt.
+        """
+        request = _held(self._requests, rid, "known request")
+        lease = Lease(request, request.attempt, self._windows.rules)
+        return lease.reach(request.endpoint_max if cap is None else cap)
+
     @property
     def index_version(self) -> int:
         """Grows with every change of the index; unchanged means that hints are unchanged."""

@@ -82,6 +82,11 @@ class CacheConfig(Section, frozen=True):
 class AdmissionConfig(Section, frozen=True):
     """Rounds, queues and how much is promised ahead.  [P-ADMISSION]"""
 
+    mode: Literal["leases", "waves", "naive"] = "leases"
+    """leases: up to K requests at once, each protected by lease and escrow.  The others are the
+    paper's lower rungs, for comparison.  waves: one request at a time, beside the pipeline.
+    naive: one at a time, by two tree walks, while the executor waits."""
+
     batch_requests_max: PositiveInt = 16
     """K: requests being admitted at once, and spans in one wave."""
     headroom_factor: Annotated[float, Meta(ge=0)] = 1.0
@@ -208,6 +213,11 @@ class Config(Section, frozen=True):
                 raise ValueError(
                     f"{name} ({tokens}) must be a multiple of cache.block_tokens ({blocks})"
                 )
+        if self.admission.mode == "naive" and self.planner.kind != "greedy":
+            raise ValueError(
+                "admission.mode naive needs planner.kind greedy: its executor asks for the next "
+                f"request when a wave is not full, which {self.planner.kind} decides otherwise"
+            )
         if (self.planner.wave_tokens_min or 0) > waves:
             raise ValueError(
                 f"planner.wave_tokens_min ({self.planner.wave_tokens_min}) exceeds "

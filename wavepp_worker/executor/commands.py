@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from wavepp_worker.executor.ports import WaveChunk
-from wavepp_worker.wire.mailbox import Copy, Finished, Freed, StateSlots, WaveDone
+from wavepp_worker.wire.mailbox import Ask, Copy, Finished, Freed, StateSlots, WaveDone
 from wavepp_worker.wire.waves import Release, WaveHeader, WaveResult
 
 
@@ -52,7 +52,7 @@ class DropHold(Struct, frozen=True):
 class ToWave(Struct, frozen=True):
     """To this rank's WAVE."""
 
-    message: WaveDone | Freed
+    message: WaveDone | Freed | Ask
 
 
 class ToServing(Struct, frozen=True):

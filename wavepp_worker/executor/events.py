@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from wavepp_worker.executor.ports import WaveFenced
-from wavepp_worker.wire.mailbox import Admitting, Drop, Install
+from wavepp_worker.wire.mailbox import Admitting, Drop, Install, Refused, Waiting
 from wavepp_worker.wire.waves import Release, WaveHeader, WaveResult
 
 
@@ -24,5 +24,15 @@ class Tick(Struct, frozen=True):
 
 
 LoopEvent = (
-    Install | Drop | Admitting | WaveHeader | Release | WaveResult | WaveFenced | HoldEnded | Tick
+    Install
+    | Drop
+    | Admitting
+    | Waiting
+    | Refused
+    | WaveHeader
+    | Release
+    | WaveResult
+    | WaveFenced
+    | HoldEnded
+    | Tick
 )

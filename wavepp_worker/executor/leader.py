@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from wavepp_worker.base.errors import DeviceError, check
 from wavepp_worker.base.types import Instant
+from wavepp_worker.executor.asking import Asking
 from wavepp_worker.executor.ring import Ring
 from wavepp_worker.planner.ports import PlannedSpan, WavePlanner, WaveSlot
 from wavepp_worker.wire.mailbox import Drop, Finished, Install, Timeline
@@ -45,15 +46,19 @@ class WaveLeader:
 
     Args:
         epoch: stamped on every message.
+        asking: where requests are not admitted ahead; else None.
     """
 
-    def __init__(self, epoch: int, planner: WavePlanner, ring: Ring) -> None:
+    def __init__(
+        self, epoch: int, planner: WavePlanner, ring: Ring, asking: Asking | None = None
+    ) -> None:
         self._epoch = epoch
         self._planner = planner
         self._ring = ring
         # Requests whose first token is due.  Apart from the stage's books, because this rank's own
         # hold may end, and its slots be freed, before the result arrives.
         self._unanswered: dict[int, _Due] = {}
+        self.asking = asking
         self.admitting_count = 0
 
     @property
@@ -61,8 +66,10 @@ class WaveLeader:
         """Whether nothing is scheduled, under way or due."""
         return not self._unanswered and self._ring.count == 0 and not self._planner.lane_count()
 
-    def install(self, install: Install) -> None:
+    def install(self, install: Install, now: Instant) -> None:
         """Take in an admitted request; it may be scheduled at once, whatever followers know."""
+        if self.asking is not None:
+            self.asking.answer(now, is_refused=False)
         self._unanswered[install.rid] = _Due(
             install.ino,
             install.endpoint,
@@ -88,12 +95,14 @@ class WaveLeader:
 
     def plan(self, now: Instant) -> WaveHeader | None:
         """Return the next wave, or None: no slot is free or nothing is runnable."""
-        ring = self._ring
-        if not ring.has_room:
+        ring, asking = self._ring, self.asking
+        if not ring.has_room or (asking is not None and asking.is_waiting):
             return None
         planned = self._planner.plan(
             WaveSlot(ring.next_wave, ring.oldest_wave, self.admitting_count, now)
         )
+        if asking is not None and asking.must_ask(planned, now):
+            return None
         if planned is None:
             return None
         self._planner.accept(planned.spans)
@@ -145,10 +154,11 @@ class WaveLeader:
 
     def stats(self) -> dict[str, float]:
         """Return the planner's counters and gauges, and the leader's own."""
-        return self._planner.stats() | {
+        values = self._planner.stats() | {
             "wavepp_ring_waves": float(self._ring.count),
             "wavepp_lanes": float(self._planner.lane_count()),
         }
+        return values if self.asking is None else values | self.asking.stats()
 
     def _entry(self, span: PlannedSpan, now: Instant) -> SpanEntry:
         due = self._unanswered[span.rid]

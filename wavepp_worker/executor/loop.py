@@ -19,14 +19,21 @@ from msgspec import Struct
 
 from wavepp_worker.base.errors import InvariantError, PeerError, check
 from wavepp_worker.base.types import LEADER, Epoch, Instant, Rank
-from wavepp_worker.executor.commands import LoopCommand, SendResult, SendToFollowers, ToServing
+from wavepp_worker.executor.asking import Asking
+from wavepp_worker.executor.commands import (
+    LoopCommand,
+    SendResult,
+    SendToFollowers,
+    ToServing,
+    ToWave,
+)
 from wavepp_worker.executor.events import HoldEnded, LoopEvent, Tick
 from wavepp_worker.executor.leader import WaveLeader
 from wavepp_worker.executor.ports import WaveFenced
 from wavepp_worker.executor.ring import Ring
 from wavepp_worker.executor.stage import StageQueue
 from wavepp_worker.planner.ports import WavePlanner
-from wavepp_worker.wire.mailbox import Admitting, Drop, Install
+from wavepp_worker.wire.mailbox import Admitting, Drop, Install, Refused, Waiting
 from wavepp_worker.wire.waves import FirstToken, Release, WaveHeader, WaveResult
 
 
@@ -40,6 +47,7 @@ class LoopSettings(Struct, frozen=True, kw_only=True):
     ring_waves: int  # R
     admit_timeout_s: float  # T_admit
     stall_timeout_s: float  # T_stall
+    asks_spans_max: int = 0  # K where requests are asked for one by one; 0: they come by themselves
 
 
 class LoopMachine:
@@ -61,7 +69,9 @@ class LoopMachine:
         self._leader: WaveLeader | None = None
         if planner is not None:
             ring = Ring(settings.ring_waves, settings.stall_timeout_s)
-            self._leader = WaveLeader(settings.epoch, planner, ring)
+            spans_max = settings.asks_spans_max
+            asking = Asking(spans_max, settings.block_tokens) if spans_max else None
+            self._leader = WaveLeader(settings.epoch, planner, ring, asking)
 
     @property
     def is_idle(self) -> bool:
@@ -80,12 +90,16 @@ class LoopMachine:
         match event:
             case Install():
                 if self._leader is not None:
-                    self._leader.install(event)
+                    self._leader.install(event, now)
                 commands = self._stage.install(event, now)
             case Drop():
                 commands = self._emit(self._must_lead().drop(event), now)
             case Admitting():
                 self._must_lead().admitting_count = event.count
+            case Waiting():
+                self._must_ask().waiting(event.count)
+            case Refused():
+                self._must_ask().answer(now, is_refused=True)
             case WaveHeader() | Release():
                 self._check_epoch(event.epoch)
                 check(self._leader is None, "rank 0 makes the schedule")
@@ -135,6 +149,8 @@ class LoopMachine:
         if self._leader is not None:
             while (header := self._leader.plan(now)) is not None:
                 commands += self._emit(header, now)
+            if self._leader.asking is not None and (ask := self._leader.asking.take()):
+                commands.append(ToWave(ask))
             self._leader.check_progress(now)
         self._stage.check_progress(now)
         return commands
@@ -164,6 +180,12 @@ class LoopMachine:
         if self._leader is None:
             raise InvariantError(f"only rank 0 is sent this rank={self._settings.rank}")
         return self._leader
+
+    def _must_ask(self) -> Asking:
+        asking = self._must_lead().asking
+        if asking is None:
+            raise InvariantError("this worker admits requests ahead: nobody asked")
+        return asking
 
     def _check_epoch(self, epoch: int) -> None:
         """Sockets belong to one epoch, so a foreign message cannot be a late one: give up."""

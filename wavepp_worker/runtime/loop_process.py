@@ -265,6 +265,9 @@ def run_loop(
         ring_waves=plan.ring_waves,
         admit_timeout_s=config.executor.admit_timeout_s,
         stall_timeout_s=config.executor.stall_timeout_s,
+        asks_spans_max=(
+            config.admission.batch_requests_max if config.admission.mode == "naive" else 0
+        ),
     )
     planner = make_planner(planner_settings(config, plan)) if rank == LEADER else None
     machine = LoopMachine(settings, planner)

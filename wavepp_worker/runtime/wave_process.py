@@ -37,10 +37,12 @@ from wavepp_worker.admission.commands import (
     SendInstall,
     SendVote,
     ShutDown,
+    TellAsker,
     Transition,
 )
 from wavepp_worker.admission.events import (
     Announced,
+    Asked,
     BroadcastReceived,
     CancelRequested,
     GatheredReceived,
@@ -65,6 +67,7 @@ from wavepp_worker.wire.mailbox import (
     Admitting,
     Alive,
     Announce,
+    Ask,
     CacheView,
     Cancel,
     Drop,
@@ -187,6 +190,8 @@ class WaveProcess:
                     self._perform(command)
                 if self._invariants == "idle" and not self._cache.view().sequence_count:
                     self._cache.check_invariants()
+            case Ask(may_refuse=may_refuse):
+                self._feed(Asked(may_refuse))
             case Alive():
                 pass
             case LoopUp() | LoopReady():
@@ -217,6 +222,8 @@ class WaveProcess:
                 self._sockets.send_loop(Drop(rid, ino))
             case SendAdmitting(count=count):
                 self._sockets.send_loop(Admitting(count))
+            case TellAsker(message=answer):
+                self._sockets.send_loop(answer)
             case SendCacheView(number=number):
                 self._report_tree()  # so that the view is what the deltas before it add up to
                 view = msgspec.structs.asdict(self._cache.view())

@@ -232,6 +232,7 @@ def command_of(seed: int, options: SimOptions) -> str:
 def _flags(options: SimOptions, requests: int) -> str:
     words = [f"--ranks {options.ranks} --requests {requests}"]
     words += ["--hybrid"] * options.is_hybrid + ["--no-host"] * (not options.has_host)
+    words += [f"--mode {options.mode}"] * (options.mode != "leases")
     is_all = set(options.faults) == set(FAULTS)
     words.append(f"--faults {'all' if is_all else ','.join(options.faults) or 'none'}")
     return " ".join(words)

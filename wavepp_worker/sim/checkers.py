@@ -121,8 +121,9 @@ class Checkers:
 
     def admitting(self, count: int) -> None:
         """WAVE0 told LOOP0 how many attempts are open.  [I26]"""
-        batch = self._world.knobs.batch
-        check(0 <= count <= batch, "at most K attempts are open [I26]", count=count)
+        knobs = self._world.knobs
+        most = knobs.batch if knobs.mode == "leases" else 1
+        check(0 <= count <= most, "at most K attempts are open [I26]", count=count)
 
     # ── installs ─────────────────────────────────────────────────────────────────────────────
 

@@ -6,10 +6,11 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from wavepp_worker.admission.settings import AdmissionMode
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.limits import STAGES_MAX
 from wavepp_worker.sim.knobs import FAULTS
@@ -56,6 +57,8 @@ def add_sim(commands: Any) -> None:
     add("--requests", type=int, help="per world; default: 24, with --trace all of it")
     add("--hybrid", action="store_true", help="recurrent and sliding windows beside dense ones")
     add("--no-host", action="store_true", help="no host tier")
+    add("--mode", choices=get_args(AdmissionMode), default="leases",
+        help="admission.mode of the worker; default: %(default)s")  # fmt: skip
     add("--faults", default="all", metavar="all|none|NAME,...", help="default: %(default)s")
     add("--jobs", type=int, help="processes; default: one per core")
     add("--story", metavar="RID|all", help="with --seed: print what happened to requests")
@@ -136,6 +139,7 @@ def _options(args: argparse.Namespace) -> Any:
         requests=args.requests or 24,
         is_hybrid=args.hybrid,
         has_host=not args.no_host,
+        mode=args.mode,
         faults=faults,
     )
 

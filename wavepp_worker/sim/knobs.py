@@ -13,6 +13,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from wavepp_worker.admission.settings import AdmissionMode
 from wavepp_worker.cache.window import WindowSpec
 
 BLOCK_TOKENS: Final = 4
@@ -44,6 +45,7 @@ class SimOptions(Struct, frozen=True, kw_only=True):
     is_hybrid: bool = False
     has_host: bool = True
     faults: tuple[str, ...] = tuple(FAULTS)
+    mode: AdmissionMode = "leases"
 
 
 class Knobs(Struct, frozen=True, kw_only=True):
@@ -51,6 +53,7 @@ class Knobs(Struct, frozen=True, kw_only=True):
 
     windows: tuple[tuple[WindowSpec, ...], ...]  # per rank
     batch: int
+    mode: AdmissionMode
     headroom_tokens: int
     floor_fraction: float
     auto_commit: bool
@@ -110,6 +113,7 @@ def draw_knobs(seed: int, options: SimOptions) -> Knobs:
             for rank in range(options.ranks)
         ),
         batch=rng.choice([1, 2, 4, 6]),
+        mode=options.mode,
         headroom_tokens=rng.choice([0, 2, 6, 12]) * BLOCK_TOKENS,
         floor_fraction=rng.choice([0.0, 0.1, 0.25]),
         auto_commit=rng.random() < 0.7,

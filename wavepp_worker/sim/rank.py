@@ -25,9 +25,10 @@ from wavepp_worker.admission.commands import (
     SendInstall,
     SendVote,
     ShutDown,
+    TellAsker,
     Transition,
 )
-from wavepp_worker.admission.events import OutsideEvent
+from wavepp_worker.admission.events import Asked, OutsideEvent
 from wavepp_worker.admission.events import Tick as WaveTick
 from wavepp_worker.admission.sections import InlineRank
 from wavepp_worker.admission.settings import AdmissionSettings
@@ -53,7 +54,14 @@ from wavepp_worker.planner.choose import PlannerSettings, make_planner
 from wavepp_worker.sim.device import SimDevice
 from wavepp_worker.sim.digest import DigestStage
 from wavepp_worker.sim.knobs import BLOCK_TOKENS, Knobs
-from wavepp_worker.wire.mailbox import Admitting, Drop, Freed, KvDelta, WaveDone
+from wavepp_worker.wire.mailbox import (
+    Admitting,
+    Ask,
+    Drop,
+    Freed,
+    KvDelta,
+    WaveDone,
+)
 
 if TYPE_CHECKING:
     from wavepp_worker.sim.world import World
@@ -107,10 +115,12 @@ class SimRank:
             round_quiet_s=0.1,
             auto_commit=knobs.auto_commit,
             hint_refine=knobs.hint_refine,
+            mode=knobs.mode,
             queue_requests_max=knobs.queue_requests_max,
         )
         self.inline = InlineRank(settings, self.cache)
         planner = PlannerSettings(
+            kind="greedy" if knobs.mode == "naive" else "mpu",
             stages=ranks,
             block_tokens=BLOCK_TOKENS,
             wave_tokens_max=knobs.wave_tokens_max,
@@ -126,6 +136,7 @@ class SimRank:
                 ring_waves=2 * ranks,
                 admit_timeout_s=1e9,
                 stall_timeout_s=1e9,
+                asks_spans_max=knobs.batch if knobs.mode == "naive" else 0,
             ),
             make_planner(planner) if rank == LEADER else None,
         )
@@ -181,7 +192,7 @@ class SimRank:
         self._world.checkers.after_wave(self.rank)
         self._arm_wave()
 
-    def _perform_wave(self, command: Outward) -> None:
+    def _perform_wave(self, command: Outward) -> None:  # noqa: PLR0912 (one case a command)
         world, rank = self._world, self.rank
         match command:
             case SendBroadcast(bcast=message):
@@ -216,6 +227,8 @@ class SimRank:
                 admitting = Admitting(count)
                 world.checkers.admitting(count)
                 world.link(("install", rank), "install", rank, lambda: self.loop_event(admitting))
+            case TellAsker(message=answer):
+                world.link(("install", rank), "install", rank, lambda: self.loop_event(answer))
             case ReportRejected(rid=rid, code=code):
                 world.report(rank, lambda: world.clients.take_rejected(rid, code))
             case ReportGone(rid=rid):
@@ -233,7 +246,7 @@ class SimRank:
         """Return everything that the WAVE process counts, but for the frames that it ignored."""
         return self.inline.stats() | {"wavepp_stale_messages_total": 0.0}
 
-    def take_loop(self, message: WaveDone | Freed) -> None:
+    def take_loop(self, message: WaveDone | Freed | Ask) -> None:
         """A report of this rank's own LOOP."""
         if self.is_dead:
             return
@@ -241,6 +254,8 @@ class SimRank:
             self._world.checkers.wave_done(self.rank, message)
             self.inline.wave_done(message)
             self._carry_out([])
+        elif isinstance(message, Ask):
+            self.wave_event(Asked(message.may_refuse))
         else:
             self._world.checkers.freed(self.rank, message.rid)
             self._carry_out(self.inline.freed(message, self._now()))

@@ -1,8 +1,8 @@
 """Messages between the processes of one worker, other than rounds and waves.  [algorithms 16.1]
 
     serving ── Announce, Cancel, ViewRequest, Shutdown ──▶ WAVE0
-    WAVE_s  ── Install, Drop, Admitting, Peers, Shutdown ─▶ LOOP_s
-    LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed, Alive ─▶ WAVE_s
+    WAVE_s  ── Install, Drop, Admitting, Waiting, Refused, Peers, Shutdown ─▶ LOOP_s
+    LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed, Ask, Alive ─▶ WAVE_s
     any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone,
                CacheView, Stats, Fatal ──────────────────▶ serving
 
@@ -121,6 +121,16 @@ class Admitting(Struct, array_like=True, frozen=True, tag="admitting"):
     count: int
 
 
+class Waiting(Struct, array_like=True, frozen=True, tag="waiting"):
+    """Rank 0 only, where the executor asks for requests: how many it could ask for."""
+
+    count: int
+
+
+class Refused(Struct, array_like=True, frozen=True, tag="refused"):
+    """Rank 0 only: the answer to an Ask that no Install will answer."""
+
+
 class Peers(Struct, array_like=True, frozen=True, tag="peers"):
     """Where the other ranks' LOOPs are: index = rank."""
 
@@ -128,7 +138,7 @@ class Peers(Struct, array_like=True, frozen=True, tag="peers"):
     store_address: str  # host:port of the torch.distributed store on rank 0
 
 
-LoopInbound = Install | Drop | Admitting | Peers | Shutdown
+LoopInbound = Install | Drop | Admitting | Waiting | Refused | Peers | Shutdown
 TO_LOOP: Codec[LoopInbound] = Codec(LoopInbound)
 
 
@@ -172,11 +182,17 @@ class Freed(Struct, array_like=True, frozen=True, tag="freed"):
     rid: int
 
 
+class Ask(Struct, array_like=True, frozen=True, tag="ask"):
+    """Rank 0 only: admit one more request; no wave is planned until Install or Refused answers."""
+
+    may_refuse: bool  # there is other work meanwhile; else the answer waits until there is room
+
+
 class Alive(Struct, array_like=True, frozen=True, tag="alive"):
     """The LOOP process still takes messages; sent about every second from LoopReady on."""
 
 
-LoopOutbound = LoopUp | LoopReady | WaveDone | Freed | Alive
+LoopOutbound = LoopUp | LoopReady | WaveDone | Freed | Ask | Alive
 FROM_LOOP: Codec[LoopOutbound] = Codec(LoopOutbound)
 
 

@@ -63,6 +63,7 @@ def test_all_unknown_keys_are_listed_with_line_and_nearest_name() -> None:
         ("debug: {invariants: on}", "f.yaml:2: debug.invariants: expected str, got bool"),
         ("debug: {invariants: x}", "f.yaml:2: debug.invariants: must be one of off, idle, always"),
         ("planner: {wave_tokens_max: 100}", "planner.wave_tokens_max (100) must be a multiple of"),
+        ("admission: {mode: naive}", "admission.mode naive needs planner.kind greedy"),
         ("cluster: {devices: [cpu]}", "cluster.devices names 1 devices for cluster.stages = 2"),
     ],
 )
