@@ -199,7 +199,7 @@ class LoopDriver:
     def _perform(self, command: LoopCommand, now: Instant) -> None:
         match command:
             case RunWave():
-                self._stage.stream.run(command.wave, command.chunks)
+                self._stage.stream.run(command.wave, command.chunks, command.copies_before)
             case RunCopies():
                 self._stage.stream.copy(command.copies)
             case SendToFollowers():
