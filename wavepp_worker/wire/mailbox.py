@@ -1,7 +1,7 @@
 """Messages between the processes of one worker, other than rounds and waves.  [algorithms 16.1]
 
     serving ── Announce, Cancel, ViewRequest, Shutdown ──▶ WAVE0
-    WAVE_s  ── Install, Drop, Admitting, Peers, Shutdown ─▶ LOOP_s
+    WAVE_s  ── Install, Drop, Admitting, Peers, Alive, Shutdown ─▶ LOOP_s
     LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed, Alive ─▶ WAVE_s
     any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone,
                CacheView, Stats, Fatal ──────────────────▶ serving
@@ -128,7 +128,11 @@ class Peers(Struct, array_like=True, frozen=True, tag="peers"):
     store_address: str  # host:port of the torch.distributed store on rank 0
 
 
-LoopInbound = Install | Drop | Admitting | Peers | Shutdown
+class Alive(Struct, array_like=True, frozen=True, tag="alive"):
+    """The sender still takes messages; both processes of a rank tell the other while they serve."""
+
+
+LoopInbound = Install | Drop | Admitting | Peers | Alive | Shutdown
 TO_LOOP: Codec[LoopInbound] = Codec(LoopInbound)
 
 
@@ -170,10 +174,6 @@ class Freed(Struct, array_like=True, frozen=True, tag="freed"):
     """No wave and no transfer of this request is left on this rank: its slots may be reused."""
 
     rid: int
-
-
-class Alive(Struct, array_like=True, frozen=True, tag="alive"):
-    """The LOOP process still takes messages; sent about every second from LoopReady on."""
 
 
 LoopOutbound = LoopUp | LoopReady | WaveDone | Freed | Alive
