@@ -12,7 +12,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from wavepp_worker.wire.mailbox import Copy
 
 B, BLOCKS, LAYERS, VOCAB = 8, 32, 3, 97
 DEADLINE_S = 60.0
+SPIN_CYCLES = 4_000_000_000  # about two seconds
 Stream = CpuStageStream | CudaStageStream
 Pipeline = Callable[[int], list[Stream]]
 
@@ -125,7 +126,11 @@ def chunk(
 
 
 def run_everywhere(
-    streams: list[Stream], wave: int, spans: list[tuple[int, list[int], int, int, list[int]]]
+    streams: list[Stream],
+    wave: int,
+    spans: list[tuple[int, list[int], int, int, list[int]]],
+    *,
+    copies_before: int = 0,
 ) -> None:
     for rank, stream in enumerate(streams):
         is_last = rank == len(streams) - 1
@@ -135,7 +140,7 @@ def run_everywhere(
                 WaveChunk(each.rid, each.start, each.length, each.tables, each.tokens)
                 for each in chunks
             ]
-        stream.run(wave, chunks)
+        stream.run(wave, chunks, copies_before)
 
 
 def await_fences(stream: Stream, count: int) -> list[WaveFenced]:
@@ -201,7 +206,7 @@ def test_a_reused_prefix_answers_like_a_cold_prompt(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_wave_sees_the_copies_enqueued_before_it(pipeline: Pipeline, stages: int) -> None:
+def test_a_wave_sees_the_copies_that_it_names(pipeline: Pipeline, stages: int) -> None:
     """A prefix goes to the host, its slots are used by another prompt, and it comes back elsewhere.
 
     The copies and the waves that depend on them are enqueued at once; the last wave answers as if
@@ -218,10 +223,10 @@ def test_a_wave_sees_the_copies_enqueued_before_it(pipeline: Pipeline, stages: i
     for stream in streams:
         await_fences(stream, 1)  # only what has passed its fence is ever offloaded
         stream.copy((Copy("offload", 0, 4, 2), Copy("offload", 0, 7, 3)))
-    run_everywhere(streams, 2, [(2, other, 0, len(other), [4, 7, 10, 13])])
+    run_everywhere(streams, 2, [(2, other, 0, len(other), [4, 7, 10, 13])], copies_before=1)
     for stream in streams:
         stream.copy((Copy("onboard", 0, 2, 20), Copy("onboard", 0, 3, 21)))
-    run_everywhere(streams, 3, [(3, second, 16, len(second), [20, 21, 11, 12])])
+    run_everywhere(streams, 3, [(3, second, 16, len(second), [20, 21, 11, 12])], copies_before=2)
     for stream in streams[:-1]:
         await_fences(stream, 2)
     found = answers(await_fences(streams[-1], 2))
@@ -231,6 +236,88 @@ def test_a_wave_sees_the_copies_enqueued_before_it(pipeline: Pipeline, stages: i
         assert found[rid][1] == pytest.approx(logprob, abs=1e-4)
     times = streams[0].times.stats()
     assert times["wavepp_offload_bytes_total"] == times["wavepp_onboard_bytes_total"] > 0
+
+
+def hold_back_onboarding(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let every copy that onboards last until the returned function is called.
+
+    On CUDA that is a kernel which spins for seconds; nothing on the host can hold a stream.
+    """
+    store, release = stream._work.store, threading.Event()
+    copy = store.copy
+
+    def slow(copies: Sequence[Copy]) -> None:
+        if any(each.kind == "onboard" for each in copies):
+            if store.pool.is_cuda:
+                torch.cuda._sleep(SPIN_CYCLES)
+            else:
+                assert release.wait(DEADLINE_S)
+        copy(copies)
+
+    monkeypatch.setattr(store, "copy", slow)
+    return release.set
+
+
+def are_copies_done(stream: Stream, count: int) -> bool:
+    if isinstance(stream, CudaStageStream):
+        return bool(stream._streams.copy.query())
+    return stream._copies_done >= count
+
+
+def test_copies_of_a_later_install_hold_no_wave_back(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of request 2 are under way: 1, admitted before it, runs; 2 waits.  [I47, FS-03]"""
+    first, second = prompt(16), prompt(16) + prompt(5, salt=2)
+    (stream,) = streams = pipeline(1)
+    run_everywhere(streams, 1, [(1, first, 0, 16, [4, 7])])
+    await_fences(stream, 1)  # kernels are loaded, too
+    finish = hold_back_onboarding(stream, monkeypatch)
+    stream.copy((Copy("offload", 0, 4, 2), Copy("offload", 0, 7, 3)))
+    stream.copy((Copy("onboard", 0, 2, 20), Copy("onboard", 0, 3, 21)))
+    run_everywhere(streams, 2, [(3, prompt(9), 0, 9, [10, 13])], copies_before=1)
+    run_everywhere(streams, 3, [(2, second, 16, 21, [20, 21, 11])], copies_before=2)
+    early = await_fences(stream, 1)
+    assert not are_copies_done(stream, 2)
+    assert [fenced.wave for fenced in early] == [2]
+    assert stream.poll() == []
+    finish()
+    found = answers(early + await_fences(stream, 1))
+    assert are_copies_done(stream, 2)
+    for rid, tokens in ((3, prompt(9)), (2, second)):
+        token, logprob = whole(pipeline, tokens)
+        assert found[rid][0] == token
+        assert found[rid][1] == pytest.approx(logprob, abs=1e-4)
+
+
+def test_copies_that_no_wave_waits_for_run_and_do_not_pile_up(pipeline: Pipeline) -> None:
+    """Copies of requests that are cancelled before any wave run all the same.  [S4]"""
+    (stream,) = streams = pipeline(1)
+    for _ in range(50):
+        stream.copy((Copy("offload", 0, 4, 2),))
+    run_everywhere(streams, 1, [(1, prompt(4), 0, 4, TABLES[0])], copies_before=50)
+    run_everywhere(streams, 2, [(2, prompt(4), 0, 4, TABLES[1])], copies_before=3)
+    await_fences(stream, 2)
+    assert are_copies_done(stream, 50)
+    if isinstance(stream, CudaStageStream):
+        stream.copy((Copy("offload", 0, 4, 2),))
+        stream._streams.copy.synchronize()
+        stream.copy((Copy("offload", 0, 4, 2),))
+        assert len(stream._copied) <= 1
+
+
+def test_a_failed_copy_is_reported_and_nothing_runs_after_it(pipeline: Pipeline) -> None:
+    (stream,) = streams = pipeline(1)
+    if isinstance(stream, CudaStageStream):
+        pytest.skip("a launch fails in the caller, which is fatal there")
+    stream.copy((Copy("onboard", 0, BLOCKS, 0),))
+    run_everywhere(streams, 1, [(1, prompt(4), 0, 4, TABLES[0])], copies_before=1)
+    (fenced,) = await_fences(stream, 1)
+    assert "slots are in the pools" in fenced.error
+    for thread in stream._threads[:1]:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert stream.poll() == []
 
 
 def test_the_descriptor_is_readable_exactly_while_something_is_due(pipeline: Pipeline) -> None:
@@ -262,8 +349,8 @@ def test_a_failed_wave_is_reported_and_nothing_runs_after_it(pipeline: Pipeline)
     if isinstance(stream, CudaStageStream):
         pytest.skip("a launch fails in the caller, which is fatal there")
     too_short = WaveChunk(1, 0, 16, ([3],), struct.pack("<16I", *prompt(16)), True)
-    stream.run(1, [too_short])
-    stream.run(2, [chunk(2, prompt(4), 0, 4, TABLES[1], True)])
+    stream.run(1, [too_short], 0)
+    stream.run(2, [chunk(2, prompt(4), 0, 4, TABLES[1], True)], 0)
     (fenced,) = await_fences(stream, 1)
     assert fenced.wave == 1
     assert "block table too short" in fenced.error
@@ -273,7 +360,7 @@ def test_a_failed_wave_is_reported_and_nothing_runs_after_it(pipeline: Pipeline)
 def test_a_silent_neighbour_is_an_error_in_time(model_folder: Path) -> None:
     streams = open_pipeline(model_folder, "cpu", 2, timeout_s=1.0)
     tokens = prompt(4)
-    streams[1].run(1, [chunk(1, tokens, 0, 4, TABLES[0], False)])
+    streams[1].run(1, [chunk(1, tokens, 0, 4, TABLES[0], False)], 0)
     (fenced,) = await_fences(streams[1], 1)
     assert "Timed out" in fenced.error
     for stream in streams:

@@ -123,8 +123,33 @@ async def test_a_process_that_stops_for_ever_is_named(victim: str, tmp_path: Pat
         await worker.until_at_gate(1, "wave")
         os.kill(worker.pids()[victim], signal.SIGSTOP)
         reason = await worker.failure(SILENCE_S + FAIL_WITHIN_S)
-        name = victim if victim.startswith("loop") else victim.replace("wave", "rank ")
-        assert f"{name} said nothing for {SILENCE_S:g} s" in reason
+        # A WAVE process is missed by the other ranks and by its own LOOP.
+        names = {victim, victim.replace("wave", "rank ")}
+        assert any(f"{name} said nothing for {SILENCE_S:g} s" in reason for name in names)
+
+
+@pytest.mark.parametrize("victim", ["wave0", "loop0"])
+async def test_a_process_of_the_only_rank_that_stops_for_ever_is_named(
+    victim: str, tmp_path: Path
+) -> None:
+    """FS-08: with P = 1 no other rank is there to miss it; its own other half does."""
+    config = toy_config(cluster={"stages": 1}, transport={"collective_timeout_s": SILENCE_S})
+    async with toy_worker(config, ToySpec(windows=WINDOWS[:1]), tmp_path) as worker:
+        await worker.finish(next(family_prompts(5, 1, 100)))
+        os.kill(worker.pids()[victim], signal.SIGSTOP)
+        reason = await worker.failure(SILENCE_S + FAIL_WITHIN_S)
+        assert f"{victim} said nothing for {SILENCE_S:g} s" in reason
+
+
+async def test_the_only_rank_is_healthy_when_idle(tmp_path: Path) -> None:
+    """FS-09 (b): heartbeats go on when there is nothing to do."""
+    config = toy_config(cluster={"stages": 1}, transport={"collective_timeout_s": SILENCE_S})
+    prompts = family_prompts(6, 2, 100)
+    async with toy_worker(config, ToySpec(windows=WINDOWS[:1]), tmp_path) as worker:
+        await worker.finish(next(prompts))
+        await asyncio.sleep(FREEZE_S)  # longer than the silence allowed
+        await worker.finish(next(prompts))
+        await stop_in_order(worker)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from tests.integration.toy_processes import DEADLINE_S, POLL_S, is_alive, poll_until
-from tests.integration.toy_setup import BLOCK, FACTS, STAGES, pack
+from tests.integration.toy_setup import BLOCK, FACTS, pack
 from tests.integration.toy_wire import (
     ANSWERS,
     QUESTIONS,
@@ -74,6 +74,7 @@ class Request:
 
     rid: int
     prompt: tuple[int, ...]
+    stages: int
     finished: Finished | None = None
     handoffs: dict[int, StageHandoff] = field(default_factory=dict)
     is_cancelled: bool = False
@@ -82,7 +83,7 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        return self.finished is not None and len(self.handoffs) == STAGES
+        return self.finished is not None and len(self.handoffs) == self.stages
 
 
 class ToyWorker:
@@ -91,6 +92,7 @@ class ToyWorker:
     def __init__(self, config: Config, spec: ToySpec) -> None:
         plan = derive(config, FACTS)
         roles = TOY_ROLES if spec.touches else {**TOY_ROLES, "wave": ROLES["wave"]}
+        self._stages = config.cluster.stages
         self.supervisor = RankSupervisor(config, plan, FACTS, "toy", roles=roles)
         self.front = FrontDoor(self.supervisor.run_dir, config.cluster.host)
         self.requests: dict[int, Request] = {}
@@ -118,7 +120,7 @@ class ToyWorker:
 
     def announce(self, prompt: Sequence[int]) -> Request:
         """Send a request; its rid is 1, 2, ... in order."""
-        request = Request(next(self._rids), tuple(prompt))
+        request = Request(next(self._rids), tuple(prompt), self._stages)
         self.requests[request.rid] = request
         tokens = pack(prompt)
         keys = sequence_keys(tokens, BLOCK, scope_key("toy"))
@@ -140,7 +142,7 @@ class ToyWorker:
         """Wait for a request's answer, read and check its hand-off on every stage."""
         await self.until(lambda: request.is_complete or request.rejected, f"answer {request.rid}")
         assert not request.rejected, request.rejected
-        await asyncio.gather(*(self.read(request, rank) for rank in range(STAGES)))
+        await asyncio.gather(*(self.read(request, rank) for rank in range(self._stages)))
         self.check_answer(request)
         await self.until(lambda: request.is_gone, f"request {request.rid} gone")
 
@@ -158,8 +160,8 @@ class ToyWorker:
         """Return the cache view of every rank."""
         self.front.request_view(number)
         views = self._views.setdefault(number, {})
-        await self.until(lambda: len(views) == STAGES, "cache views")
-        return [views[rank] for rank in range(STAGES)]
+        await self.until(lambda: len(views) == self._stages, "cache views")
+        return [views[rank] for rank in range(self._stages)]
 
     async def until_quiet(self) -> None:
         """Wait until nothing is held anywhere and every rank's books add up."""
@@ -198,7 +200,7 @@ class ToyWorker:
             await self.ask(handoff.control_address, Open(handoff.hold, "too late"))
             for handoff in request.handoffs.values()
         ]
-        return answers == [Refused()] * STAGES
+        return answers == [Refused()] * self._stages
 
     async def ask(self, address: str, question: Question) -> Answer:
         """Put one question to a desk."""

@@ -2,7 +2,7 @@
 
     LOOP ── run ──▶ compute thread ── gate "wave" ── receive ── digest ── send ──▶ next stage
          ── copy ─▶ copy thread ───── gate "copy" ── digest
-                    a wave begins when the copies enqueued before it are done  [algorithms 16.2]
+                    a wave begins when the copies that it names are done  [algorithms 16.2]
 
 The two threads work side by side as the two CUDA streams do, so a copy that may not run beside
 an earlier wave shows as a wrong answer.  Activations go over a TCP socket with one wave under way
@@ -128,8 +128,7 @@ class DigestStream:
         self._stage, self._hop, self._gates, self._is_last = stage, hop, gates, is_last
         self._waves: SimpleQueue[tuple[int, Sequence[WaveChunk], int] | None] = SimpleQueue()
         self._copies: SimpleQueue[Sequence[Copy] | None] = SimpleQueue()
-        self._copies_enqueued = 0  # batches
-        self._copies_done = 0
+        self._copies_done = 0  # batches
         self._copied = threading.Condition()
         self._wave = 0
         self._fenced: deque[WaveFenced] = deque()
@@ -143,11 +142,10 @@ class DigestStream:
         for thread in self._threads:
             thread.start()
 
-    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
-        self._waves.put((wave, chunks, self._copies_enqueued))
+    def run(self, wave: int, chunks: Sequence[WaveChunk], copies_before: int) -> None:
+        self._waves.put((wave, chunks, copies_before))
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        self._copies_enqueued += 1
         self._copies.put(copies)
 
     def poll(self) -> list[WaveFenced]:

@@ -69,33 +69,41 @@ class Request:
 
 
 class Device:
-    """One stage: jobs in order, activations from the stage before, fences later."""
+    """One stage: copies in order beside waves in order, activations from the stage before, fences
+    later.
+    """
 
     def __init__(self, rank: int, stages: int, rng: random.Random, world: World) -> None:
         self.rank, self.is_last, self.rng, self.world = rank, rank == stages - 1, rng, world
         self.slots: dict[int, str] = {}
-        self.jobs: deque[RunWave | RunCopies] = deque()
+        self.waves: deque[RunWave] = deque()
+        self.batches: deque[RunCopies] = deque()
+        self.batches_done = 0
         self.inbox: deque[tuple[int, list[bytes]]] = deque()  # activations: wave, tokens per chunk
         self.fences: deque[WaveFenced] = deque()
         self.copies_done = 0
 
     def rids_in_flight(self) -> set[int]:
         waves = {fence.wave for fence in self.fences}
-        queued = {c.rid for job in self.jobs if isinstance(job, RunWave) for c in job.chunks}
+        queued = {chunk.rid for run in self.waves for chunk in run.chunks}
         return queued | {rid for wave in waves for rid in self.world.rids_of_wave[wave]}
 
     def can_step(self) -> bool:
-        if not self.jobs:
+        return bool(self.batches) or self._can_run()
+
+    def _can_run(self) -> bool:
+        if not self.waves or self.waves[0].copies_before > self.batches_done:
             return False
-        return self.rank == 0 or isinstance(self.jobs[0], RunCopies) or bool(self.inbox)
+        return self.rank == 0 or bool(self.inbox)
 
     def step(self) -> None:
-        job = self.jobs.popleft()
-        if isinstance(job, RunCopies):
-            for copy in job.copies:
+        if self.batches and not (self._can_run() and self.rng.random() < 0.5):
+            for copy in self.batches.popleft().copies:
                 self.slots[copy.target] = self.world.host[copy.source]
                 self.copies_done += 1
+            self.batches_done += 1
             return
+        job = self.waves.popleft()
         tokens = [chunk.tokens for chunk in job.chunks]
         if self.rank > 0:
             wave, tokens = self.inbox.popleft()
@@ -267,9 +275,9 @@ class World:
                 case RunWave():
                     rids = {chunk.rid for chunk in command.chunks}
                     assert self.rids_of_wave.setdefault(command.wave, rids) == rids
-                    device.jobs.append(command)
+                    device.waves.append(command)
                 case RunCopies():
-                    device.jobs.append(command)
+                    device.batches.append(command)
                 case SendToFollowers():
                     for follower in range(1, self.stages):
                         self.headers[follower].append(command.message)

@@ -72,7 +72,7 @@ class Waves:
             enqueue(device, run)
 
         def compute_wave(device: SimDevice) -> None:
-            run, _ = device._waves[0]
+            run = device._waves[0]
             compute(device)
             for chunk in run.chunks:
                 self.ran_at[id(device), chunk.rid] = self.world.steps.now
@@ -125,6 +125,31 @@ def test_s2_a_wave_in_flight_finds_its_cancelled_request(monkeypatch: pytest.Mon
     world.steps.at(0.02, partial(world.clients.leave, 1))
     with pytest.raises(Violation):
         world.run()
+
+
+def test_a_wave_overtakes_the_copies_of_later_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FS-03: copies that were enqueued before a wave, and that it does not need, still wait."""
+    enqueue, compute = SimDevice.enqueue_wave, SimDevice._compute
+    enqueued: dict[tuple[int, int], int] = {}
+    overtakes = 0
+
+    def enqueue_wave(device: SimDevice, run: RunWave) -> None:
+        enqueued[id(device), run.wave] = device.copies_enqueued
+        enqueue(device, run)
+
+    def compute_wave(device: SimDevice) -> None:
+        nonlocal overtakes
+        run = device._waves[0]
+        assert device.copies_done >= run.copies_before
+        overtakes += device.copies_done < enqueued[id(device), run.wave]
+        compute(device)
+
+    monkeypatch.setattr(SimDevice, "enqueue_wave", enqueue_wave)
+    monkeypatch.setattr(SimDevice, "_compute", compute_wave)
+    for seed in range(40):
+        World(seed, SimOptions(ranks=2, is_hybrid=bool(seed % 2))).run()
+        enqueued.clear()
+    assert overtakes > 20, overtakes
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -164,9 +165,7 @@ def copies_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     enqueue = SimDevice.enqueue_wave
 
     def wrong(self: SimDevice, run: Any) -> None:
-        enqueued, self.copies_enqueued = self.copies_enqueued, 0
-        enqueue(self, run)
-        self.copies_enqueued = enqueued
+        enqueue(self, msgspec.structs.replace(run, copies_before=0))
 
     monkeypatch.setattr(SimDevice, "enqueue_wave", wrong)
 

@@ -142,7 +142,8 @@ class TransportConfig(Section, frozen=True):
     activations: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA devices, gloo on CPU."""
     collective_timeout_s: PositiveFloat = 120.0
-    """T_coll: a rank that answers no round for this long, or whose LOOP says nothing, is lost."""
+    """T_coll: a rank that answers no round for this long is lost, and so is one whose WAVE or LOOP
+    process says nothing to the other."""
 
 
 class TransferConfig(Section, frozen=True):

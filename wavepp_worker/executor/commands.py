@@ -22,7 +22,7 @@ class SendResult(Struct, frozen=True):
 
 
 class RunCopies(Struct, frozen=True):
-    """Enqueue on the stage's stream, before any later wave.  [algorithms 16.2]"""
+    """Enqueue one Install's copies; they run in this order, beside the waves.  [algorithms 16.2]"""
 
     copies: tuple[Copy, ...]
 
@@ -32,6 +32,9 @@ class RunWave(Struct, frozen=True):
 
     wave: int
     chunks: tuple[WaveChunk, ...]
+    # As many `RunCopies`, counted from the first ever, are done before it starts; later ones, of
+    # Installs that the wave does not need, may still be under way.  [I47]
+    copies_before: int = 0
 
 
 class OpenHold(Struct, frozen=True):

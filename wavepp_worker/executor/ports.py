@@ -45,13 +45,23 @@ class WaveFenced(Struct, frozen=True):
 
 
 class StageStream(Protocol):
-    """The device side of one rank.  All calls return at once; work runs in call order."""
+    """The device side of one rank.  All calls return at once.
 
-    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
-        """Enqueue: receive the wave's activations (stage > 0), forward, send them (not last)."""
+    Waves run in call order and copies run in call order; between the two, `copies_before` is all
+    the order there is.
+    """
+
+    def run(self, wave: int, chunks: Sequence[WaveChunk], copies_before: int) -> None:
+        """Enqueue: receive the wave's activations (stage > 0), forward, send them (not last).
+
+        Args:
+            wave: its number.
+            chunks: its spans.
+            copies_before: calls of `copy`, from the first ever, whose result the wave sees.
+        """
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Enqueue cache copies; later waves see their result."""
+        """Enqueue cache copies; they never wait for a wave."""
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves whose fence passed since the last call, in wave order."""

@@ -3,8 +3,9 @@
     header FIFO ──all Installs here, span == position──▶ RunWave ──fence──▶ WaveDone
     last span fenced ──▶ OpenHold ──HoldEnded──▶ Freed           [algorithms 12.4, 13, 16.2, 16.3]
 
-A wave waits for nothing but the Installs of its own requests; everything before it on the stage's
-stream, copies included, was enqueued first, so the device sees the order of the calls.
+A wave waits here for nothing but the Installs of its own requests, and on the device for the copies
+of all Installs up to the largest ino that it names: it may read a block that an earlier, not yet
+scheduled request onboarded.  Copies of later Installs never hold it back.  [I47, FS-03]
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class InstalledRequest(Struct):
 
     install: Install
     position: int  # tokens reused or enqueued
+    copies_before: int  # `RunCopies` up to its Install, its own included
     unfenced_count: int = 0  # waves that name it and have not passed their fence
     is_released: bool = False
     is_held: bool = False
@@ -68,6 +70,7 @@ class StageQueue:
         self._blocked_since: Instant | None = None
         self._requests: dict[int, InstalledRequest] = {}
         self._last_ino = 0
+        self._copies_count = 0  # `RunCopies` so far
         self._early_releases: dict[int, int] = {}  # ino -> rid, of Releases ahead of the Install
         self._in_flight: deque[WaveHeader] = deque()  # enqueued, not fenced
         self._last_wave = 0
@@ -93,12 +96,15 @@ class StageQueue:
         commands: list[LoopCommand] = []
         if install.copies:
             commands.append(RunCopies(install.copies))
+            self._copies_count += 1
         released_rid = self._early_releases.pop(install.ino, None)
         if released_rid is not None:
             check(released_rid == install.rid, "ino names one request", rid=install.rid)
             commands.append(ToWave(Freed(install.rid)))
         else:
-            self._requests[install.rid] = InstalledRequest(install, install.endpoint)
+            self._requests[install.rid] = InstalledRequest(
+                install, install.endpoint, self._copies_count
+            )
         return commands + self._drain(now)
 
     def enqueue(self, message: WaveHeader | Release, now: Instant) -> list[LoopCommand]:
@@ -212,7 +218,10 @@ class StageQueue:
         )
         self._last_wave = header.wave
         self._in_flight.append(header)
-        return RunWave(header.wave, tuple(self._advance(span) for span in header.spans))
+        chunks = tuple(self._advance(span) for span in header.spans)
+        # Counts rise with ino, so the most is what the largest ino needs.
+        copies_before = max(self._requests[span.rid].copies_before for span in header.spans)
+        return RunWave(header.wave, chunks, copies_before)
 
     def _advance(self, span: SpanEntry) -> WaveChunk:
         """Check one span against this rank's own position, and move it.  [I41]"""

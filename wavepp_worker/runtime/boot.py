@@ -24,6 +24,7 @@ from wavepp_worker.config.derive import ModelFacts, Plan
 from wavepp_worker.config.schema import Config
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+ALIVE_INTERVAL_S = 1.0  # or a quarter of the silence that counts as a loss, if that is less
 
 
 class Boot(Struct, frozen=True, kw_only=True):
@@ -65,6 +66,11 @@ def front_address(run_dir: str) -> str:
 def loop_address(run_dir: str, rank: int) -> str:
     """Return the PAIR endpoint WAVE_s ↔ LOOP_s; WAVE binds it, LOOP connects."""
     return f"ipc://{run_dir}/loop{rank}"
+
+
+def alive_interval_s(config: Config) -> float:
+    """Return how often WAVE and LOOP of a rank tell each other `Alive`."""
+    return min(ALIVE_INTERVAL_S, config.transport.collective_timeout_s / 4)
 
 
 def begin_child(arguments: Sequence[str]) -> tuple[Boot, Rank]:

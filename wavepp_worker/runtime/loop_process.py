@@ -37,7 +37,7 @@ from wavepp_worker.executor.commands import (
 from wavepp_worker.executor.events import HoldEnded, LoopEvent, Tick
 from wavepp_worker.executor.loop import LoopMachine, LoopSettings
 from wavepp_worker.planner.choose import make_planner, planner_settings
-from wavepp_worker.runtime.boot import Boot, begin_child, loop_address
+from wavepp_worker.runtime.boot import Boot, alive_interval_s, begin_child, loop_address
 from wavepp_worker.transport.sockets import (
     Context,
     Socket,
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("wavepp_worker.runtime.loop_process")  # __name__ is __main__ here
 
 LAST_REPORT_LINGER_MS = 1000
-ALIVE_INTERVAL_S = 1.0  # or a quarter of the silence that counts as a loss, if that is less
 
 
 class DeviceSide(Protocol):
@@ -142,6 +141,7 @@ class LoopDriver:
         *,
         stats_interval_s: float,
         alive_interval_s: float,
+        silence_s: float,
     ) -> None:
         self._rank = rank
         self._machine = machine
@@ -150,6 +150,8 @@ class LoopDriver:
         self._stats_interval_s = stats_interval_s
         self._alive_interval_s = alive_interval_s
         self._alive_due_at = Instant(0.0)
+        self._silence_s = silence_s
+        self._wave_heard_at: Instant | None = None  # WAVE serves when all ranks have started
         self._stats_due_at = Instant(0.0)
         self._has_news = False  # counters may have changed since the last look at them
         self._reported: dict[str, float] = {}
@@ -159,7 +161,11 @@ class LoopDriver:
             self._poller.register(source, zmq.POLLIN)
 
     def serve(self) -> None:
-        """Run until Shutdown.  Any exception is fatal for the worker."""
+        """Run until Shutdown.  Any exception is fatal for the worker.
+
+        Raises:
+            PeerError: another process is lost, silent, or stopped reading.
+        """
         while not self._is_ending:
             self._poller.poll(self._timeout_ms())
             now = Instant(time.monotonic())
@@ -173,7 +179,7 @@ class LoopDriver:
                 self._handle(HoldEnded(rid), now)
             self._handle(Tick(), now)
             self._report_stats(now)
-            self._report_alive(now)
+            self._watch_wave(now)
 
     def _timeout_ms(self) -> int:
         """Return how long to sleep if nothing happens; rounded up, so that deadlines have come."""
@@ -184,6 +190,9 @@ class LoopDriver:
         return max(0, math.ceil((due - time.monotonic()) * 1e3))
 
     def _take_mail(self, message: LoopInbound, now: Instant) -> None:
+        self._wave_heard_at = now
+        if isinstance(message, Alive):
+            return
         if isinstance(message, Shutdown):
             logger.info("shutdown rank=%d reason=%s", self._rank, message.reason)
             self._is_ending = True
@@ -199,7 +208,7 @@ class LoopDriver:
     def _perform(self, command: LoopCommand, now: Instant) -> None:
         match command:
             case RunWave():
-                self._stage.stream.run(command.wave, command.chunks)
+                self._stage.stream.run(command.wave, command.chunks, command.copies_before)
             case RunCopies():
                 self._stage.stream.copy(command.copies)
             case SendToFollowers():
@@ -220,11 +229,15 @@ class LoopDriver:
             case _:
                 assert_never(command)
 
-    def _report_alive(self, now: Instant) -> None:
-        """Tell WAVE that this process is not stuck; WAVE gives the worker up otherwise."""
-        if now >= self._alive_due_at:
-            self._alive_due_at = Instant(now + self._alive_interval_s)
-            self._sockets.tell_wave(Alive())
+    def _watch_wave(self, now: Instant) -> None:
+        """Tell WAVE that this process is not stuck, and give the worker up if WAVE is."""
+        if now < self._alive_due_at:
+            return
+        self._alive_due_at = Instant(now + self._alive_interval_s)
+        self._sockets.tell_wave(Alive())
+        heard_at = self._wave_heard_at
+        if heard_at is not None and now >= heard_at + self._silence_s and not self._is_ending:
+            raise PeerError(f"wave{self._rank} said nothing for {self._silence_s:g} s")
 
     def _report_stats(self, now: Instant) -> None:
         self._has_news = now < self._stats_due_at
@@ -277,7 +290,8 @@ def run_loop(
         stage,
         sockets,
         stats_interval_s=config.obs.stats_interval_s,
-        alive_interval_s=min(ALIVE_INTERVAL_S, config.transport.collective_timeout_s / 4),
+        alive_interval_s=alive_interval_s(config),
+        silence_s=config.transport.collective_timeout_s,
     )
     sockets.tell_wave(LoopReady(stage.windows))
     logger.info("ready rank=%d slots=%s", rank, [window.slots for window in stage.windows])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
@@ -42,37 +42,50 @@ CLOSE_TIMEOUT_S: Final = 1.0  # a thread that waits for a neighbour is left to t
 class _Wave:
     wave: int
     chunks: Sequence[WaveChunk]
+    copies_before: int
     incoming: Incoming | None = None
     is_receiving: bool = False
 
 
 class CpuStageStream:
-    """One compute thread with blocking gloo hops; the caller's thread stays free for sockets."""
+    """A compute thread with blocking gloo hops, and a copy thread beside it.
+
+    The caller's thread stays free for sockets.
+    """
 
     def __init__(self, work: StageWork) -> None:
         self._work = work
-        self._jobs: SimpleQueue[_Wave | Sequence[Copy] | None] = SimpleQueue()
-        self._fenced: deque[WaveFenced] = deque()  # append and popleft are atomic
+        self._waves: SimpleQueue[_Wave | None] = SimpleQueue()
+        self._batches: SimpleQueue[Sequence[Copy] | None] = SimpleQueue()
+        self._changed = threading.Condition()  # guards the next three
+        self._fenced: deque[WaveFenced] = deque()
+        self._copies_done = 0
+        self._is_failed = False
+        self._wave = 0  # begun last
         self._bell = Doorbell()
         self._forward_ended_at: float | None = None
         self.times = StreamTimes()
-        self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work_off,), name=name, daemon=True)
+            for name, work_off in (("compute", self._compute), ("copies", self._copy))
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
+    def run(self, wave: int, chunks: Sequence[WaveChunk], copies_before: int) -> None:
         """Enqueue a wave."""
-        self._jobs.put(_Wave(wave, chunks))
+        self._waves.put(_Wave(wave, chunks, copies_before))
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue cache copies."""
-        self._jobs.put(copies)
+        self._batches.put(copies)
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves that ended since the last call."""
         self._bell.drain()
-        fenced = []
-        while self._fenced:
-            fenced.append(self._fenced.popleft())
+        with self._changed:
+            fenced = list(self._fenced)
+            self._fenced.clear()
         return fenced
 
     def fileno(self) -> int:
@@ -80,39 +93,64 @@ class CpuStageStream:
         return self._bell.fileno()
 
     def close(self) -> None:
-        """End the compute thread after what is enqueued, if that takes no longer than a moment."""
-        self._jobs.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
+        """End the threads after what is enqueued, if that takes no longer than a moment."""
+        self._waves.put(None)
+        self._batches.put(None)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
             self._bell.close()
 
-    def _compute(self) -> None:
-        """Run jobs in order until the closing None or the first error."""
-        ahead: deque[_Wave | Sequence[Copy] | None] = deque()
-        wave = 0
+    def _guard(self, work_off: Callable[[], None]) -> None:
+        """Report what ends a thread before its time."""
         try:
-            while True:
-                self._look_ahead(ahead)
-                job = ahead.popleft()
-                if job is None:
-                    return
-                if isinstance(job, _Wave):
-                    wave = job.wave
-                    self._fenced.append(WaveFenced(wave, self._run(job)))
-                    self._bell.ring()
-                else:
-                    self._work.copy(job, self.times)
+            work_off()
         except Exception as error:  # the thread's top: whatever failed is reported, then it ends
-            self._fenced.append(WaveFenced(wave, error=describe(error)))
-            self._bell.ring()
+            self._report(WaveFenced(self._wave, error=describe(error)))
 
-    def _look_ahead(self, ahead: deque[_Wave | Sequence[Copy] | None]) -> None:
+    def _report(self, fenced: WaveFenced) -> None:
+        """Add a fence, unless the other thread has failed; after an error nothing more runs."""
+        with self._changed:
+            if self._is_failed:
+                return
+            self._is_failed = bool(fenced.error)
+            self._fenced.append(fenced)
+            self._changed.notify_all()
+        self._bell.ring()
+
+    def _copy(self) -> None:
+        """Run batches in order until the closing None or the first error."""
+        while (copies := self._batches.get()) is not None and not self._is_failed:
+            self._work.copy(copies, self.times)
+            with self._changed:
+                self._copies_done += 1
+                self._changed.notify_all()
+
+    def _compute(self) -> None:
+        """Run waves in order until the closing None or the first error."""
+        ahead: deque[_Wave | None] = deque()
+        while True:
+            self._look_ahead(ahead)
+            job = ahead.popleft()
+            if job is None or not self._await_copies(job.copies_before):
+                return
+            self._wave = job.wave
+            self._report(WaveFenced(job.wave, self._run(job)))
+
+    def _await_copies(self, count: int) -> bool:
+        """Wait until so many batches are done; return False if there will not be so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_failed or self._copies_done >= count)
+            return not self._is_failed
+
+    def _look_ahead(self, ahead: deque[_Wave | None]) -> None:
         """Take in everything that is enqueued, at least one job, and post the next receives."""
         if not ahead:
-            ahead.append(self._jobs.get())
-        while not self._jobs.empty():  # this thread is the only reader
-            ahead.append(self._jobs.get())
-        for job in islice((job for job in ahead if isinstance(job, _Wave)), RECEIVES_MAX):
+            ahead.append(self._waves.get())
+        while not self._waves.empty():  # this thread is the only reader
+            ahead.append(self._waves.get())
+        for job in islice((job for job in ahead if job is not None), RECEIVES_MAX):
             if not job.is_receiving:
                 job.incoming = self._work.receive(job.chunks)
                 job.is_receiving = True
@@ -166,7 +204,8 @@ class CudaStageStream:
     `RECEIVES_MAX` waves are launched and unfenced, which bounds the activation buffers.
 
     Copies run at once on a stream of their own, because their sources are fenced and nobody uses
-    their targets; every wave waits for the copies enqueued before its launch.  [algorithms 16.2]
+    their targets; an event follows each batch, and a wave waits for that of the last batch it
+    needs.  [algorithms 16.2]
 
     CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
     two stages), with copies on one H200 and one stage; more stages, copies in several stages and a
@@ -177,6 +216,8 @@ class CudaStageStream:
         self._work = work
         self._waiting: deque[_Wave] = deque()
         self._launched: deque[_Launched] = deque()
+        self._copied: deque[Any] = deque()  # events of batches that nobody has waited for yet
+        self._copies_passed = 0  # batches before those
         self._streams = _CudaStreams.open(work.model.device)
         self._bell = Doorbell()
         self._last_ended: Any = None
@@ -188,15 +229,20 @@ class CudaStageStream:
         self._thread = threading.Thread(target=self._watch, name="fences", daemon=True)
         self._thread.start()
 
-    def run(self, wave: int, chunks: Sequence[WaveChunk]) -> None:
+    def run(self, wave: int, chunks: Sequence[WaveChunk], copies_before: int) -> None:
         """Enqueue a wave."""
-        self._waiting.append(_Wave(wave, chunks))
+        self._waiting.append(_Wave(wave, chunks, copies_before))
         self._launch()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue cache copies."""
         with torch.cuda.stream(self._streams.copy):
             self._work.copy(copies, self.times)
+            copied = _cuda.Event()
+            copied.record()
+        self._copied.append(copied)
+        while self._copied and self._copied[0].query():  # without waves they would pile up
+            self._pass_copies()
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves whose fence passed since the last call; launch what now fits."""
@@ -243,7 +289,11 @@ class CudaStageStream:
             inputs = None if incoming is None else incoming.wait()
             for tensor in (inputs or {}).values():
                 tensor.record_stream(streams.compute)
-            streams.compute.wait_stream(streams.copy)
+            copied = None
+            while self._copies_passed < job.copies_before:
+                copied = self._pass_copies()
+            if copied is not None:
+                streams.compute.wait_event(copied)
             began.record()
             outputs = work.forward(batch, inputs)
             picked = work.pick(batch, job.chunks, outputs)
@@ -255,6 +305,11 @@ class CudaStageStream:
             ended.record()
             work.send(outputs)
         return _Launched(job.wave, batch, job.chunks, on_host, began, ended)
+
+    def _pass_copies(self) -> Any:
+        """Return the event of the oldest batch that nobody has waited for, and count it."""
+        self._copies_passed += 1
+        return self._copied.popleft()
 
     def _finish(self, launched: _Launched) -> tuple[Answer, ...]:
         self.times.forward_s += launched.began.elapsed_time(launched.ended) / 1e3

@@ -31,7 +31,7 @@ class StreamTimes:
     forward_s: float = 0.0
     gap_s: float = 0.0
     receive_wait_s: float = 0.0  # the part of `gap` in which activations were awaited; CPU only
-    copy_s: float = 0.0  # on the compute thread or, on CUDA, enqueueing
+    copy_s: float = 0.0  # on the copy thread or, on CUDA, enqueueing
     offload_bytes: int = 0
     onboard_bytes: int = 0
 

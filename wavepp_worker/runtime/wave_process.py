@@ -58,7 +58,7 @@ from wavepp_worker.base.errors import PeerError, check
 from wavepp_worker.base.types import LEADER, Instant, Rank
 from wavepp_worker.cache.rank_cache import RankCache
 from wavepp_worker.cache.window import WindowSpec
-from wavepp_worker.runtime.boot import Boot, begin_child
+from wavepp_worker.runtime.boot import Boot, alive_interval_s, begin_child
 from wavepp_worker.runtime.membership import Membership
 from wavepp_worker.runtime.wave_sockets import WaveSockets
 from wavepp_worker.runtime.wave_start import WaveStart
@@ -132,6 +132,8 @@ class WaveProcess:
         settings = admission_settings(boot.config, plan, rank, boot.epoch)
         self._inline = InlineRank(settings, self._cache)
         self._delta_sequence = 0
+        self._alive_interval_s = alive_interval_s(boot.config)
+        self._alive_due_at = 0.0
         self._stats_at = 0.0
         self._stats_sent: dict[str, float] = {}
         self._round_began_at = 0.0
@@ -170,6 +172,9 @@ class WaveProcess:
         for request in self._sockets.receive_front():
             is_busy = True
             self._feed(_front_event(request))
+        if not self._is_over and time.monotonic() >= self._alive_due_at:
+            self._alive_due_at = time.monotonic() + self._alive_interval_s
+            self._sockets.send_loop(Alive())  # LOOP gives the worker up if this process is stuck
         deadline = self._inline.next_deadline()
         if deadline is not None and deadline <= time.monotonic():
             is_busy = True
@@ -205,7 +210,7 @@ class WaveProcess:
         name, heard_at = min(self._heard.items(), key=lambda item: item[1])
         if now >= heard_at + self._silence_s:
             raise PeerError(f"{name} said nothing for {self._silence_s:g} s")
-        due = heard_at + self._silence_s
+        due = min(heard_at + self._silence_s, self._alive_due_at)
         if (deadline := self._inline.next_deadline()) is not None:
             due = min(due, deadline)
         return max(0.0, due - now)

@@ -1,7 +1,7 @@
 """The device of one simulated rank: a copy stream and a compute stream, both late.
 
     copies   in order, at any time from the moment they are enqueued        [algorithms 16.2]
-    waves    in order, after their activations and after all copies enqueued before them
+    waves    in order, after their activations and after as many copies as `RunWave` says
 
 So a copy of a later Install may run before, during or after an earlier wave: what the rules do
 not order, a seed does.  A copy takes time as well: of each Install's copies one is seen half done,
@@ -53,7 +53,7 @@ class SimDevice:
         self._on_fence, self._on_output = on_fence, on_output
         self._before_write = before_write
         self._copies: deque[Sequence[Copy]] = deque()
-        self._waves: deque[tuple[RunWave, int]] = deque()  # and the copies that go before it
+        self._waves: deque[RunWave] = deque()
         self._inputs: dict[int, Activations] = {}
         self._is_computing = self._is_copying = False
         self.copies_enqueued = self.copies_done = 0
@@ -71,7 +71,8 @@ class SimDevice:
 
     def enqueue_wave(self, run: RunWave) -> None:
         """Put a wave on the compute stream."""
-        self._waves.append((run, self.copies_enqueued))
+        check(run.copies_before <= self.copies_enqueued, "no wave waits for ever", wave=run.wave)
+        self._waves.append(run)
         self._start_wave()
 
     def take_activations(self, wave: int, activations: Activations) -> None:
@@ -111,15 +112,17 @@ class SimDevice:
     def _start_wave(self) -> None:
         if self._is_computing or not self._waves:
             return
-        run, copies = self._waves[0]
-        if self.copies_done >= copies and (self._is_first or run.wave in self._inputs):
+        run = self._waves[0]
+        if self.copies_done < run.copies_before:
+            return
+        if self._is_first or run.wave in self._inputs:
             self._is_computing = True
             for chunk in run.chunks:
                 self.stage.begin_run(chunk)
             self._later(self._compute)
 
     def _compute(self) -> None:
-        run, _ = self._waves.popleft()
+        run = self._waves.popleft()
         self._is_computing = False
         inputs = self._inputs.pop(run.wave, None)
         outputs: Activations = []

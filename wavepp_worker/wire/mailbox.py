@@ -1,7 +1,7 @@
 """Messages between the processes of one worker, other than rounds and waves.  [algorithms 16.1]
 
     serving ── Announce, Cancel, ViewRequest, Shutdown ──▶ WAVE0
-    WAVE_s  ── Install, Drop, Admitting, Waiting, Refused, Peers, Shutdown ─▶ LOOP_s
+    WAVE_s  ── Install, Drop, Admitting, Waiting, Refused, Peers, Alive, Shutdown ─▶ LOOP_s
     LOOP_s  ── LoopUp, LoopReady, WaveDone, Freed, Ask, Alive ─▶ WAVE_s
     any     ── WorkerReady, Rejected, Ready, Finished, KvDelta, Gone,
                CacheView, Stats, Fatal ──────────────────▶ serving
@@ -138,7 +138,11 @@ class Peers(Struct, array_like=True, frozen=True, tag="peers"):
     store_address: str  # host:port of the torch.distributed store on rank 0
 
 
-LoopInbound = Install | Drop | Admitting | Waiting | Refused | Peers | Shutdown
+class Alive(Struct, array_like=True, frozen=True, tag="alive"):
+    """The sender still takes messages; both processes of a rank tell the other while they serve."""
+
+
+LoopInbound = Install | Drop | Admitting | Waiting | Refused | Peers | Alive | Shutdown
 TO_LOOP: Codec[LoopInbound] = Codec(LoopInbound)
 
 
@@ -186,10 +190,6 @@ class Ask(Struct, array_like=True, frozen=True, tag="ask"):
     """Rank 0 only: admit one more request; no wave is planned until Install or Refused answers."""
 
     may_refuse: bool  # there is other work meanwhile; else the answer waits until there is room
-
-
-class Alive(Struct, array_like=True, frozen=True, tag="alive"):
-    """The LOOP process still takes messages; sent about every second from LoopReady on."""
 
 
 LoopOutbound = LoopUp | LoopReady | WaveDone | Freed | Ask | Alive

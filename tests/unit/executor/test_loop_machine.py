@@ -248,7 +248,7 @@ def test_a_header_waits_for_the_install_and_what_follows_waits_behind_it() -> No
     install = make_install(1, 7, 8, copies=COPIES)
     assert rig.send(install) == [
         RunCopies(COPIES),
-        RunWave(1, (chunk(install, 0, 8, wants_token=True),)),
+        RunWave(1, (chunk(install, 0, 8, wants_token=True),), copies_before=1),
     ]
     assert rig.machine.stats()["wavepp_install_wait_seconds_total"] == 2.0
     assert rig.send(WaveFenced(1, ((7, 5, -1.0),))) == [
@@ -265,6 +265,28 @@ def test_a_wave_waits_for_every_install_up_to_its_largest_ino() -> None:
     header = make_header(1, SpanEntry(7, 1, 0, 8, ONLY), SpanEntry(8, 2, 0, 4, ONLY))
     assert rig.send(header, first) == []
     assert [type(each) for each in rig.send(second)] == [RunWave]
+
+
+def test_a_wave_names_the_copies_up_to_its_largest_ino() -> None:
+    """Those of requests without a wave count as well; those of later Installs do not.  [FS-03]"""
+    rig = follower()
+    rig.send(
+        make_install(1, 1, 8),
+        make_install(2, 2, 8, copies=COPIES),
+        make_install(3, 3, 4),
+        Release(1, 4, 4),
+        make_install(4, 4, 4, copies=COPIES),  # released before it came
+        make_install(5, 5, 4, copies=COPIES),
+        make_install(6, 6, 4, copies=COPIES),
+    )
+    waves = (
+        make_header(1, SpanEntry(1, 1, 0, 4, SPAN_FIRST)),
+        make_header(2, SpanEntry(5, 5, 0, 4, ONLY), SpanEntry(3, 3, 0, 4, ONLY)),
+        make_header(3, SpanEntry(1, 1, 4, 4, SPAN_LAST)),
+        make_header(4, SpanEntry(6, 6, 0, 4, ONLY), SpanEntry(2, 2, 0, 8, ONLY)),
+    )
+    runs = [each for each in rig.send(*waves) if isinstance(each, RunWave)]
+    assert [(run.wave, run.copies_before) for run in runs] == [(1, 0), (2, 3), (3, 0), (4, 4)]
 
 
 def test_release_before_install_is_kept() -> None:  # S3
