@@ -11,6 +11,7 @@ ONLY_SPARSE = "needs a window that cannot resume at every block"
 ONLY_HOST = "needs a host tier"
 ONLY_FAULT = "needs the fault {}"
 ONE_RANK = "needs ranks that can differ"
+TWO_WAYS = "needs a follower, which hears from its own WAVE and from LOOP0"
 
 SPARSE = {
     "admission.passed_unsettled",
@@ -39,7 +40,10 @@ HOST = {
     "sequence.onboards",
     "sequence.onboards_state",
 }
+CROSSING = ("executor.install_awaited", "executor.release_before_install")
 OF_FAULT = {
+    "cross_plane": {"executor.release_before_install"},
+    "delay": {"executor.release_before_install"},
     "duplicate": {
         "admission.cancel_repeated",
         "admission.record_repeated",
@@ -49,8 +53,8 @@ OF_FAULT = {
         "admission.stale_vote",
         "verdict repeat",
     },
-    "cancel": {name for name in MARKS if name.startswith("admission.cancel")}
-    | {"verdict cancel", "verdict drop"},
+    "cancel": {name for name in MARKS if name.startswith(("admission.cancel", "executor.release"))}
+    | {"executor.answer_dropped", "verdict cancel", "verdict drop"},
 }
 
 
@@ -68,4 +72,5 @@ def exempt(options: SimOptions) -> dict[str, str]:
     if options.ranks == 1:
         alike = ("admission.retry", "admission.trim", "verdict retry", "verdict trim")
         excused |= dict.fromkeys(alike, ONE_RANK)
+        excused |= dict.fromkeys(CROSSING, TWO_WAYS)
     return excused
