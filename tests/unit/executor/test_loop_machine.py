@@ -286,7 +286,7 @@ def test_a_wave_names_the_copies_up_to_its_largest_ino() -> None:
         make_header(1, SpanEntry(1, 1, 0, 4, SPAN_FIRST)),
         make_header(2, SpanEntry(5, 5, 0, 4, ONLY), SpanEntry(3, 3, 0, 4, ONLY)),
         make_header(3, SpanEntry(1, 1, 4, 4, SPAN_LAST)),
-        make_header(4, SpanEntry(6, 6, 0, 4, ONLY), SpanEntry(2, 2, 0, 8, ONLY)),
+        make_header(4, SpanEntry(2, 2, 0, 8, ONLY), SpanEntry(6, 6, 0, 4, ONLY)),
     )
     runs = [each for each in rig.send(*waves) if isinstance(each, RunWave)]
     assert [(run.wave, run.copies_before) for run in runs] == [(1, 0), (2, 3), (3, 0), (4, 4)]
