@@ -335,7 +335,7 @@ async def toy_worker(config: Config, spec: ToySpec, folder: Path) -> AsyncIterat
 async def stop_in_order(worker: ToyWorker) -> None:
     """End a healthy worker; every process exits with status 0 and nothing is left."""
     worker.front.shutdown("test")
-    assert await worker.supervisor.stop(grace_s=10.0)
+    assert await worker.supervisor.stop(grace_s=30.0)
     assert all(child.status == 0 for child in worker.supervisor._children)
     assert not worker.fatals
     assert not worker.has_run_dir()

@@ -82,7 +82,13 @@ ADMISSION_MARKS: Final[tuple[str, ...]] = (
     "admission.trim",
     "admission.trim_below",
 )
-EXECUTOR_MARKS: Final[tuple[str, ...]] = ()
+EXECUTOR_MARKS: Final[tuple[str, ...]] = (
+    "executor.answer_dropped",
+    "executor.install_awaited",
+    "executor.release_before_install",
+    "executor.release_ends_hold",
+    "executor.release_under_way",
+)
 MARKS: Final = CACHE_MARKS + ADMISSION_MARKS + EXECUTOR_MARKS
 
 hits: Final[dict[str, int]] = dict.fromkeys(MARKS, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from wavepp_worker.base.errors import DeviceError, check
+from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import Instant
 from wavepp_worker.executor.asking import Asking
 from wavepp_worker.executor.ring import Ring
@@ -128,18 +129,20 @@ class WaveLeader:
         finished = []
         for answer in result.first_tokens:
             due = self._unanswered.pop(answer.rid, None)
-            if due is not None:
-                timeline = Timeline(
-                    announced_at=due.announced_at,
-                    admitted_at=due.admitted_at,
-                    scheduled_at=due.scheduled_at,
-                    answered_at=now,
-                    leased_at=due.leased_at,
-                    attempts=due.attempts,
-                )
-                finished.append(
-                    Finished(answer.rid, due.endpoint, answer.token, answer.logprob, timeline)
-                )
+            if due is None:
+                mark("executor.answer_dropped")
+                continue
+            timeline = Timeline(
+                announced_at=due.announced_at,
+                admitted_at=due.admitted_at,
+                scheduled_at=due.scheduled_at,
+                answered_at=now,
+                leased_at=due.leased_at,
+                attempts=due.attempts,
+            )
+            finished.append(
+                Finished(answer.rid, due.endpoint, answer.token, answer.logprob, timeline)
+            )
         return finished
 
     def next_deadline(self) -> Instant | None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from wavepp_worker.base.errors import DeviceError, InvariantError, PeerError, check
+from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import Instant
 from wavepp_worker.executor.commands import (
     DropHold,
@@ -162,9 +163,14 @@ class StageQueue:
         deadline = self.next_deadline()
         if deadline is None or now < deadline:
             return
+        head = self._fifo[0]
+        if not isinstance(head, WaveHeader):
+            raise InvariantError(f"only a header waits for an Install head={head!r}")
+        missing = [(span.rid, span.ino) for span in head.spans if span.ino > self._last_ino]
         raise PeerError(
-            f"a wave names a request that was not installed here within {self._admit_timeout_s:g} "
-            f"s (executor.admit_timeout_s); head={self._fifo[0]!r} last_ino={self._last_ino}"
+            f"wave {head.wave} names requests that were not installed here within "
+            f"{self._admit_timeout_s:g} s (executor.admit_timeout_s); missing (rid, ino)={missing} "
+            f"last_ino={self._last_ino}"
         )
 
     def check_invariants(self) -> None:
@@ -201,6 +207,7 @@ class StageQueue:
                 commands.append(self._run(message))
             else:
                 if self._blocked_since is None:
+                    mark("executor.install_awaited")
                     self._blocked_since = now
                 return commands
             self._fifo.popleft()
@@ -282,6 +289,7 @@ class StageQueue:
 
     def _release(self, release: Release) -> list[LoopCommand]:
         if release.ino > self._last_ino:
+            mark("executor.release_before_install")
             self._early_releases[release.ino] = release.rid
             return []
         request = self._requests.get(release.rid)
@@ -289,7 +297,10 @@ class StageQueue:
             return []
         self.counts.releases += 1
         if request.is_held:
+            mark("executor.release_ends_hold")
             return [DropHold(release.rid)]
+        if request.unfenced_count:
+            mark("executor.release_under_way")
         request.is_released = True
         return self._free_if_unused(request)
 

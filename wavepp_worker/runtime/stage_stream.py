@@ -208,8 +208,9 @@ class CudaStageStream:
     needs.  [algorithms 16.2]
 
     CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
-    two stages), with copies on one H200 and one stage; more stages, copies in several stages and a
-    failing kernel have not been run.
+    two stages), with copies on one H200 and one stage, when every wave still waited for all copies;
+    the events after copies, more stages, copies in several stages and a failing kernel have not
+    been run.
     """
 
     def __init__(self, work: StageWork) -> None:

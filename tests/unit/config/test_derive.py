@@ -6,7 +6,13 @@ import pytest
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts, derive
-from wavepp_worker.config.schema import ClusterConfig, Config, ModelConfig
+from wavepp_worker.config.schema import (
+    CacheConfig,
+    ClusterConfig,
+    Config,
+    ModelConfig,
+    PlannerConfig,
+)
 
 FACTS = ModelFacts(
     family="llama", layers=5, hidden=64, vocab=300, context_tokens=4096, kv_heads=2, head_dim=16,
@@ -37,3 +43,16 @@ def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
 def test_a_split_that_is_not_the_models_is_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="stage_layers"):
         cut(2, *layers)
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(None, 512), (128, 128)])
+def test_states_are_kept_once_a_wave_unless_told_otherwise(
+    interval: int | None, expected: int
+) -> None:
+    """A33"""
+    config = Config(
+        model=ModelConfig(path="unused"),
+        planner=PlannerConfig(wave_tokens_max=512),
+        cache=CacheConfig(snapshot_interval_tokens=interval),
+    )
+    assert derive(config, FACTS).snapshot_interval_tokens == expected

@@ -64,6 +64,12 @@ def test_all_unknown_keys_are_listed_with_line_and_nearest_name() -> None:
         ("debug: {invariants: x}", "f.yaml:2: debug.invariants: must be one of off, idle, always"),
         ("planner: {wave_tokens_max: 100}", "planner.wave_tokens_max (100) must be a multiple of"),
         ("admission: {mode: naive}", "admission.mode naive needs planner.kind greedy"),
+        ("cache: {host_tokens: 100}", "cache.host_tokens (100) must be a multiple of"),
+        ("cache: {host_tokens: -64}", "f.yaml:2: cache.host_tokens: "),
+        (
+            "cache: {snapshot_interval_tokens: 96}",
+            "cache.snapshot_interval_tokens (96) must be a multiple of cache.block_tokens (64)",
+        ),
         ("cluster: {devices: [cpu]}", "cluster.devices names 1 devices for cluster.stages = 2"),
     ],
 )

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from wavepp_worker.base.errors import DeviceError, InvariantError, PeerError
+from wavepp_worker.base.marks import hits
 from wavepp_worker.base.types import Epoch, Instant, Rank
 from wavepp_worker.executor.commands import (
     DropHold,
@@ -210,12 +211,14 @@ def test_drop_with_a_full_ring_needs_no_slot() -> None:  # S17
 
 
 def test_drop_after_the_last_span_drops_the_answer() -> None:
+    before = hits["executor.answer_dropped"]
     rig = Rig(0, 2)
     rig.send(make_install(1, 7, 8))
     rig.tick()
     assert rig.send(Drop(7, 1)) == [SendToFollowers(Release(1, 7, 1))]
     assert rig.send(WaveFenced(1)) == [ToWave(WaveDone(1, ((7, 8),))), ToWave(Freed(7))]
     assert rig.send(WaveResult(1, 1, (FirstToken(7, 5, -1.0),))) == []
+    assert hits["executor.answer_dropped"] == before + 1
     assert rig.machine.is_idle
 
 
@@ -283,18 +286,21 @@ def test_a_wave_names_the_copies_up_to_its_largest_ino() -> None:
         make_header(1, SpanEntry(1, 1, 0, 4, SPAN_FIRST)),
         make_header(2, SpanEntry(5, 5, 0, 4, ONLY), SpanEntry(3, 3, 0, 4, ONLY)),
         make_header(3, SpanEntry(1, 1, 4, 4, SPAN_LAST)),
-        make_header(4, SpanEntry(6, 6, 0, 4, ONLY), SpanEntry(2, 2, 0, 8, ONLY)),
+        make_header(4, SpanEntry(2, 2, 0, 8, ONLY), SpanEntry(6, 6, 0, 4, ONLY)),
     )
     runs = [each for each in rig.send(*waves) if isinstance(each, RunWave)]
     assert [(run.wave, run.copies_before) for run in runs] == [(1, 0), (2, 3), (3, 0), (4, 4)]
 
 
-def test_release_before_install_is_kept() -> None:  # S3
+def test_release_before_install_is_kept() -> None:
+    """S3, I48: the copies run, and the slots are freed as soon as they are known."""
+    before = hits["executor.release_before_install"]
     rig = Rig(1, 3)
     assert rig.send(Release(1, 7, 1)) == []
     assert not rig.machine.is_idle
     install = make_install(1, 7, 8, copies=COPIES)
     assert rig.send(install) == [RunCopies(COPIES), ToWave(Freed(7))]
+    assert hits["executor.release_before_install"] == before + 1
     assert rig.machine.is_idle
 
 
@@ -393,7 +399,7 @@ def test_an_install_that_never_comes_is_fatal_after_t_admit() -> None:
     rig.now = 104.9
     assert rig.tick() == []
     rig.now = 105.0
-    with pytest.raises(PeerError, match="admit_timeout_s"):
+    with pytest.raises(PeerError, match=r"wave 1 .*admit_timeout_s.*=\[\(7, 1\)\] last_ino=0"):
         rig.tick()
 
 
