@@ -54,8 +54,10 @@ class RankStats(Collector):
             raise PeerError(f"rank {stats.rank} {stats.role}: over {NAMES_MAX} metric names")
 
     def get(self, rank: int, role: str, name: str) -> float | None:
-        """Return one number, or None before its first report."""
-        return self._values.get((rank, role), {}).get(name)
+        """Return one number, summed over its own label; None before its first report."""
+        values = self._values.get((rank, role), {})
+        found = [n for text, n in values.items() if text.partition("{")[0] == name]
+        return sum(found) if found else None
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family per name."""
