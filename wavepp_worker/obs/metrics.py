@@ -24,7 +24,8 @@ from wavepp_worker.obs.story import PHASES, Phase, Story
 from wavepp_worker.wire.mailbox import Stats
 
 NAME = re.compile(
-    r'(wavepp_[a-z0-9_]+)(?:\{(window|tier|outcome|verdict|cause|spacing)="([a-z0-9_]{1,32})"\})?'
+    r"(wavepp_[a-z0-9_]+)"
+    r'(?:\{(window|tier|outcome|verdict|cause|spacing|section)="([a-z0-9_]{1,32})"\})?'
 )
 NAMES_MAX = 512  # per process of a rank; a runaway sender must not grow the page without end
 PREFILL_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

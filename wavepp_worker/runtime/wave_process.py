@@ -127,7 +127,7 @@ class WaveProcess:
             check_always=self._invariants == "always",
         )
         settings = admission_settings(boot.config, plan, rank, boot.epoch)
-        self._inline = InlineRank(settings, self._cache)
+        self._inline = InlineRank(settings, self._cache, time.monotonic)
         self._delta_sequence = 0
         self._stats_at = 0.0
         self._stats_sent: dict[str, float] = {}
