@@ -265,6 +265,8 @@ class WaveProcess:
         values = self._inline.stats()
         if self._rank == LEADER:
             values["wavepp_round_seconds_total"] = self._round_seconds
+            oldest_s = self._inline.machine.oldest_wait_s(Instant(now))
+            values["wavepp_waiting_oldest_seconds"] = oldest_s
         if values != self._stats_sent:
             self._stats_sent = values
             self._sockets.report(Stats(self._rank, "wave", values))
