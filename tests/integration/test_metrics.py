@@ -32,6 +32,8 @@ SERIES = re.compile(r"^(wavepp_\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 TYPES = re.compile(r"^# TYPE (wavepp_\w+) (\w+)", re.MULTILINE)
 PROMPT = [5 + index % 200 for index in range(100)]  # 6 full blocks and a bit
 TIMEOUT_S = 20.0
+# A label of Kubernetes, and what only the ladder's naive rung exports.
+ELSEWHERE = {"wavepp_stages", "wavepp_asks_total", "wavepp_ask_wait_seconds_total"}
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
@@ -113,7 +115,7 @@ def test_the_dashboard_asks_for_what_is_exported(pages: tuple[Page, Page]) -> No
 @pytest.mark.parametrize("file", DOCUMENTS, ids=[file.name for file in DOCUMENTS])
 def test_documented_names_exist(pages: tuple[Page, Page], file: Path) -> None:
     named = set(NAME.findall(file.read_text()))
-    assert named - pages[0].names - pages[1].names - {"wavepp_stages"} == set()
+    assert named - pages[0].names - pages[1].names - ELSEWHERE == set()
 
 
 def test_no_family_is_declared_twice(pages: tuple[Page, Page]) -> None:
@@ -143,3 +145,32 @@ def test_requests_are_counted_by_phase_and_hit(pages: tuple[Page, Page]) -> None
         page.get("wavepp_phase_seconds_sum", phase=name) for name in told if name != "hold"
     )
     assert seconds == pytest.approx(page.get("wavepp_prefill_seconds_sum"), rel=1e-6)
+
+
+def test_a_rank_accounts_for_its_sections_slots_and_rounds(pages: tuple[Page, Page]) -> None:
+    page = pages[0]
+    for rank in ("0", "1"):
+        for section in ("acquire", "prepare", "commit", "materialize"):
+            assert page.get("wavepp_sections_total", section=section, rank=rank) == 2
+            assert page.get("wavepp_section_seconds_total", section=section, rank=rank) > 0
+        parts = ("free", "cached", "referenced", "reserved")
+        slots = [page.get(f"wavepp_{part}_blocks", window="0", rank=rank) for part in parts]
+        assert sum(slots) == page.get("wavepp_pool_blocks", window="0", rank=rank) > 0
+        assert page.get("wavepp_available_tokens", rank=rank) > 0
+        assert page.get("wavepp_process_busy_seconds_total", rank=rank) > 0
+        assert page.get("wavepp_admitted_candidate_tokens_total", rank=rank) == 96
+        assert page.get("wavepp_admitted_attempts_total", rank=rank) == 2
+    assert page.get("wavepp_spaced_rounds_total") == page.get("wavepp_rounds_total", rank="0")
+    assert page.get("wavepp_spaced_rounds_total", spacing="min") >= 2
+    assert page.get("wavepp_waiting_oldest_seconds") == 0
+
+
+def test_waves_are_accounted_for(pages: tuple[Page, Page]) -> None:
+    page = pages[0]
+    assert page.get("wavepp_wave_tokens_total") == 200 - 96
+    assert page.get("wavepp_wave_budget_tokens_total") >= 200 - 96
+    assert page.get("wavepp_ring_wave_seconds_total") > 0
+    assert page.get("wavepp_ring_waves_max") == 4
+    assert page.get("wavepp_planner_decisions_total") >= 2
+    assert page.get("wavepp_planner_wanted_waves") >= 4
+    assert page.get("wavepp_planner_work_tokens") == 0

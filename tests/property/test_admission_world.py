@@ -43,9 +43,10 @@ from wavepp_worker.admission.events import (
     ViewRequested,
     VoteReceived,
 )
+from wavepp_worker.admission.machine import AdmissionMachine
 from wavepp_worker.admission.phases import Phase
 from wavepp_worker.admission.sections import InlineRank
-from wavepp_worker.admission.settings import AdmissionSettings
+from wavepp_worker.admission.settings import AdmissionSettings, Spacing
 from wavepp_worker.base.types import Instant
 from wavepp_worker.cache.hashing import scope_key, sequence_keys
 from wavepp_worker.cache.outcomes import Committed, Prepared, Shortfall
@@ -378,12 +379,22 @@ class World:
         """I14, I29: leases, escrows and sequences are those of open attempts and admissions."""
         inline = self.ranks[rank]
         inline.machine.check_invariants()
+        if rank == 0:
+            assert 0 <= inline.machine.oldest_wait_s(Instant(self.now)) <= self.now
         requests = inline.machine._replica.requests.values()
         holding = sum(r.is_holding for r in requests)
         stats = inline.cache.stats()
         assert stats["wavepp_lease_count"] == stats["wavepp_escrow_count"] == holding
         admitted = sum(r.phase is Phase.ADMITTED for r in requests)
         assert stats["wavepp_sequence_count"] == admitted
+
+    def check_counters(self, machine: AdmissionMachine) -> None:
+        """Each round has one spacing; nothing is admitted without an attempt."""
+        stats = machine.stats()
+        spaced = [n for name, n in stats.items() if name.startswith("wavepp_spaced_rounds_total")]
+        assert len(spaced) == len(Spacing)
+        assert sum(spaced) - stats["wavepp_rounds_total"] in (0, 1)  # of a shutdown
+        assert stats["wavepp_admitted_attempts_total"] >= stats["wavepp_admitted_total"]
 
     def check_bcast(self, bcast: RoundBcast) -> None:
         for entry in bcast.announces:
@@ -507,6 +518,7 @@ class World:
 
     def check_end(self) -> None:
         """Everything is gone, nothing leaked, and the plane is back to its heartbeat."""
+        self.check_counters(self.ranks[0].machine)
         for rid, code in self.ended.items():
             fits = -(-len(self.prompts[rid]) // (4 * BLOCK_TOKENS)) <= min(self.slots)
             assert fits or code != "gone" or rid in self.cancelled

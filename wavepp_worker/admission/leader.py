@@ -28,7 +28,7 @@ from wavepp_worker.admission.queue import AdmissionQueue
 from wavepp_worker.admission.replica import Replica
 from wavepp_worker.admission.request import LeaderRequest
 from wavepp_worker.admission.selection import Selection
-from wavepp_worker.admission.settings import AdmissionSettings
+from wavepp_worker.admission.settings import AdmissionSettings, Spacing
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.base.limits import ANNOUNCE_BYTES_PER_ROUND, ANNOUNCES_PER_ROUND
 from wavepp_worker.base.marks import mark
@@ -61,6 +61,7 @@ class Leader:
         self.counts: dict[str, int] = dict.fromkeys(
             [*Action, "solo", "last_resort", "oversized", "cancel", "drop", "reject", "refused"], 0
         )
+        self.round_counts = dict.fromkeys(Spacing, 0)
         self._settings = settings
         self._replica = replica
         self._selection = Selection(settings, self.queue, replica, self.counts)
@@ -137,6 +138,7 @@ class Leader:
     def build(self) -> RoundBcast:
         """Return the next broadcast."""
         epoch, number = self._settings.epoch, self._replica.round + 1
+        self.round_counts[Spacing.MIN if self._is_hurried() else self._unhurried()] += 1
         if self._shutdown_reason is not None:
             return RoundBcast(epoch, number, shutdown=True, reason=self._shutdown_reason)
         self._act_on_cancels()
@@ -153,10 +155,17 @@ class Leader:
 
     def spacing_s(self) -> float:
         """Return how long after the start of the last round the next one is due.  [9.5]"""
+        return self._settings.round_min_s if self._is_hurried() else self._unhurried_s
+
+    def oldest_arrival_at(self) -> Instant | None:
+        """Return when the oldest request came that is not admitted; None: none waits."""
+        oldest = self.queue.oldest()
+        rid = oldest.rid if oldest is not None else next(iter(self._arrivals), None)
+        return None if rid is None else self._replica.prompts[rid][1]
+
+    def _is_hurried(self) -> bool:
         is_urgent = self._view_numbers or self._cancel_wishes or self._shutdown_reason is not None
-        if is_urgent or self._may_announce() or self._is_awaited():
-            return self._settings.round_min_s
-        return self._unhurried_s
+        return bool(is_urgent or self._may_announce() or self._is_awaited())
 
     def _may_announce(self) -> bool:
         """Return whether the next broadcast can carry an arrival."""
@@ -168,12 +177,12 @@ class Leader:
         """Return whether LOOP0 waits for what the next rounds decide."""
         return self._asks.is_open and (self._asks.may_refuse or bool(self.queue.open_attempts()))
 
-    def _unhurried(self) -> float:
+    def _unhurried(self) -> Spacing:
         if self._cancelling or self.queue.open_attempts() or self._replica.has_unsettled:
-            return self._settings.round_active_s
+            return Spacing.ACTIVE
         if self.queue.pending or len(self.queue):
-            return self._settings.round_idle_s
-        return self._settings.round_quiet_s
+            return Spacing.IDLE
+        return Spacing.QUIET
 
     def _act_on_cancels(self) -> None:
         for rid, request in self._cancel_wishes.items():
@@ -250,7 +259,7 @@ class Leader:
             self._selection.select(votes, now)
         self._report_admitting()
         self._settle_asks(is_decided=True)
-        self._unhurried_s = self._unhurried()
+        self._unhurried_s = self._settings.spacing_s(self._unhurried())
 
     def _note(self, vote: RoundVote) -> None:
         for rid in vote.installed:

@@ -97,9 +97,12 @@ class AdmissionMachine:
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by their metric names."""
+        counts = self._replica.counts
         stats = {
             "wavepp_rounds_total": float(self._replica.round),
             "wavepp_admitted_total": float(self._replica.ino),
+            "wavepp_admitted_candidate_tokens_total": float(counts["candidate_tokens"]),
+            "wavepp_admitted_attempts_total": float(counts["attempts"]),
             "wavepp_stale_messages_total": float(self._stale_count),
             "wavepp_requests": float(len(self._replica.requests)),
         }
@@ -108,7 +111,14 @@ class AdmissionMachine:
             stats["wavepp_pending_requests"] = float(len(self._leader.queue.pending))
             for name, count in self._leader.counts.items():
                 stats[f"wavepp_admission_{name}_total"] = float(count)
+            for spacing, count in self._leader.round_counts.items():
+                stats[f'wavepp_spaced_rounds_total{{spacing="{spacing}"}}'] = float(count)
         return stats
+
+    def oldest_wait_s(self, now: Instant) -> float:
+        """Return how long the oldest request waits that is not admitted; 0 without one."""
+        arrived_at = self._lead().oldest_arrival_at()
+        return 0.0 if arrived_at is None else now - arrived_at
 
     def check_invariants(self) -> None:
         """Check what must hold between events.  [I26, I29]"""

@@ -44,6 +44,10 @@ class AdmissionQueue:
         """Append a request that is being announced."""
         self._queued[request.rid] = request
 
+    def oldest(self) -> LeaderRequest | None:
+        """Return the first that is announced and not admitted."""
+        return next(iter(self._queued.values()), None)
+
     def waiting(self) -> Iterator[LeaderRequest]:
         """Yield requests without an open attempt, oldest first."""
         return (r for r in self._queued.values() if r.attempt is None)

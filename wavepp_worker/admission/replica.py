@@ -51,6 +51,7 @@ class Replica:
         self.round = 0  # last one applied
         self.ino = 0  # ADMITTED decisions so far
         self.open_bcast: RoundBcast | None = None  # applied, not merged yet
+        self.counts = {"candidate_tokens": 0, "attempts": 0}  # of admitted requests
         self._settings = settings
         self._emit = emit
         self._hints = Hints(settings)
@@ -182,6 +183,8 @@ class Replica:
         check(made.endpoint == endpoint, "installed at another endpoint", made=made)
         request.is_holding = False
         request.ino = self.ino
+        self.counts["candidate_tokens"] += request.candidate or 0
+        self.counts["attempts"] += request.attempt
         request.answers.clear()
         self._hints.end(request.rid)
         self._installed_due.append(request.rid)

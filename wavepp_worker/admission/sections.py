@@ -16,7 +16,7 @@ joined the rounds plane.  [algorithms 16]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from wavepp_worker.admission.commands import (
@@ -46,6 +46,7 @@ from wavepp_worker.admission.events import (
     SequenceMade,
 )
 from wavepp_worker.admission.machine import AdmissionMachine
+from wavepp_worker.admission.section_times import SectionTimes
 from wavepp_worker.admission.settings import AdmissionSettings
 from wavepp_worker.base.errors import check
 from wavepp_worker.base.types import Instant
@@ -55,10 +56,20 @@ from wavepp_worker.wire.mailbox import Freed, WaveDone
 
 
 class InlineRank:
-    """One rank's AdmissionMachine on its RankCache."""
+    """One rank's AdmissionMachine on its RankCache.
 
-    def __init__(self, settings: AdmissionSettings, cache: RankCache) -> None:
+    Args:
+        clock: measures the sections; None: they are not measured.
+    """
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        cache: RankCache,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.cache = cache
+        self._times = SectionTimes(clock)
         self.machine = AdmissionMachine(settings)
 
     def handle(self, event: OutsideEvent, now: Instant) -> list[Outward]:
@@ -81,7 +92,8 @@ class InlineRank:
             due = None
             for command in commands:
                 if isinstance(command, Section):
-                    due = run_section(self.cache, command)
+                    with self._times.of(command):
+                        due = run_section(self.cache, command)
                 else:
                     yield command
 
@@ -92,11 +104,13 @@ class InlineRank:
             check(rid in points, "a wave stored a state of a request it did not run", rid=rid)
             points[rid].append(point)
         for rid, end in done.ends:
-            self.cache.publish(rid, end, points[rid])
+            with self._times.of("publish"):
+                self.cache.publish(rid, end, points[rid])
 
     def freed(self, freed: Freed, now: Instant) -> list[Outward]:
         """Take a sequence's slots back; the next vote says that it is gone here."""
-        self.cache.free(freed.rid)
+        with self._times.of("free"):
+            self.cache.free(freed.rid)
         return self.handle(SequenceFreed(freed.rid), now)
 
     def next_deadline(self) -> Instant | None:
@@ -104,8 +118,8 @@ class InlineRank:
         return self.machine.next_deadline()
 
     def stats(self) -> dict[str, float]:
-        """Return the counters and gauges of machine and cache."""
-        return self.machine.stats() | self.cache.stats()
+        """Return the counters and gauges of machine, cache and sections."""
+        return self.machine.stats() | self.cache.stats() | self._times.stats()
 
 
 def run_section(cache: RankCache, section: Section) -> SectionResult:  # noqa: PLR0911

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import StrEnum
+from typing import Literal, assert_never
 
 from msgspec import Struct
 
@@ -11,6 +12,15 @@ from wavepp_worker.config.derive import Plan
 from wavepp_worker.config.schema import Config
 
 AdmissionMode = Literal["leases", "waves", "naive"]
+
+
+class Spacing(StrEnum):
+    """How soon one round follows another.  [algorithms 9.5]"""
+
+    MIN = "min"  # something new came, which a round can take along
+    ACTIVE = "active"  # an attempt, a cancellation or a candidate is under way
+    IDLE = "idle"  # requests wait for room
+    QUIET = "quiet"  # nothing waits: heartbeat
 
 
 class AdmissionSettings(Struct, frozen=True, kw_only=True):
@@ -35,6 +45,20 @@ class AdmissionSettings(Struct, frozen=True, kw_only=True):
     hint_refine: bool = False
     is_strict: bool = True
     """A failed last resort is an InvariantError; otherwise it fails that request only.  [A52]"""
+
+    def spacing_s(self, spacing: Spacing) -> float:
+        """Return the time from the start of a round to the start of the next one."""
+        match spacing:
+            case Spacing.MIN:
+                return self.round_min_s
+            case Spacing.ACTIVE:
+                return self.round_active_s
+            case Spacing.IDLE:
+                return self.round_idle_s
+            case Spacing.QUIET:
+                return self.round_quiet_s
+            case _:
+                assert_never(spacing)
 
     @property
     def is_asked(self) -> bool:

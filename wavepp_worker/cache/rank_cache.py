@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from wavepp_worker.base.errors import InvariantError, check
+from wavepp_worker.base.limits import UNLIMITED_TOKENS
 from wavepp_worker.base.marks import mark
 from wavepp_worker.base.types import RequestId, Tokens
 from wavepp_worker.cache.block import Block
@@ -311,10 +312,17 @@ class RankCache:
         return view_of(self._pools, len(self._leases), len(self._escrows), len(self._sequences))
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges, summed over windows."""
+        """Return counters, summed over windows, and gauges by their metric names."""
+        tokens = {}
+        if self.total_tokens() < UNLIMITED_TOKENS:
+            tokens = {
+                "wavepp_available_tokens": self.available_tokens(),
+                "wavepp_pool_tokens": self.total_tokens(),
+            }
         return {
             **self._counters,
             **pool_stats(self._pools),
+            **tokens,
             "wavepp_lease_count": len(self._leases),
             "wavepp_escrow_count": len(self._escrows),
             "wavepp_sequence_count": len(self._sequences),

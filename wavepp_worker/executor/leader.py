@@ -61,6 +61,8 @@ class WaveLeader:
         self._unanswered: dict[int, _Due] = {}
         self.asking = asking
         self.admitting_count = 0
+        self._wave_tokens = 0  # of emitted waves
+        self._wave_budget_tokens = 0  # what these could have held
 
     @property
     def is_idle(self) -> bool:
@@ -109,6 +111,8 @@ class WaveLeader:
         self._planner.accept(planned.spans)
         tokens = sum(span.length for span in planned.spans)
         check(0 < tokens <= planned.budget, "a wave fits its budget", tokens=tokens)
+        self._wave_tokens += tokens
+        self._wave_budget_tokens += planned.budget
         return WaveHeader(
             epoch=self._epoch,
             wave=ring.emit(now),
@@ -159,6 +163,10 @@ class WaveLeader:
         """Return the planner's counters and gauges, and the leader's own."""
         values = self._planner.stats() | {
             "wavepp_ring_waves": float(self._ring.count),
+            "wavepp_ring_waves_max": float(self._ring.capacity),
+            "wavepp_ring_wave_seconds_total": self._ring.wave_seconds,
+            "wavepp_wave_tokens_total": float(self._wave_tokens),
+            "wavepp_wave_budget_tokens_total": float(self._wave_budget_tokens),
             "wavepp_lanes": float(self._planner.lane_count()),
         }
         return values if self.asking is None else values | self.asking.stats()

@@ -15,9 +15,12 @@ class Ring:
     """
 
     def __init__(self, capacity: int, stall_timeout_s: float) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._stall_timeout_s = stall_timeout_s
         self._progress_at = Instant(0.0)
+        self._changed_at = Instant(0.0)
+        self.wave_seconds = 0.0
+        """Integral of `count` over time, up to the last change of it."""
         self.next_wave = 1
         self.oldest_wave = 1  # first wave not yet retired
 
@@ -29,13 +32,14 @@ class Ring:
     @property
     def has_room(self) -> bool:
         """Whether a wave may be emitted."""
-        return self.count < self._capacity
+        return self.count < self.capacity
 
     def emit(self, now: Instant) -> int:
         """Take a slot; return the new wave's number."""
         check(self.has_room, "the ring is full", waves=self.count)  # I38
         if self.count == 0:
             self._progress_at = now
+        self._integrate(now)
         wave = self.next_wave
         self.next_wave += 1
         return wave
@@ -53,6 +57,7 @@ class Ring:
             oldest_wave=self.oldest_wave,
             next_wave=self.next_wave,
         )
+        self._integrate(now)
         self.oldest_wave += 1
         self._progress_at = now
 
@@ -70,3 +75,7 @@ class Ring:
                 f"no wave retired for {self._stall_timeout_s:g} s (executor.stall_timeout_s); "
                 f"{self.count} under way, oldest_wave={self.oldest_wave}"
             )
+
+    def _integrate(self, now: Instant) -> None:
+        self.wave_seconds += self.count * (now - self._changed_at)
+        self._changed_at = now

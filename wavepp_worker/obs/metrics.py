@@ -24,7 +24,8 @@ from wavepp_worker.obs.story import PHASES, Phase, Story
 from wavepp_worker.wire.mailbox import Stats
 
 NAME = re.compile(
-    r'(wavepp_[a-z0-9_]+)(?:\{(window|tier|outcome|verdict|cause|spacing)="([a-z0-9_]{1,32})"\})?'
+    r"(wavepp_[a-z0-9_]+)"
+    r'(?:\{(window|tier|outcome|verdict|cause|spacing|section)="([a-z0-9_]{1,32})"\})?'
 )
 NAMES_MAX = 512  # per process of a rank; a runaway sender must not grow the page without end
 PREFILL_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -54,8 +55,10 @@ class RankStats(Collector):
             raise PeerError(f"rank {stats.rank} {stats.role}: over {NAMES_MAX} metric names")
 
     def get(self, rank: int, role: str, name: str) -> float | None:
-        """Return one number, or None before its first report."""
-        return self._values.get((rank, role), {}).get(name)
+        """Return one number, summed over its own label; None before its first report."""
+        values = self._values.get((rank, role), {})
+        found = [n for text, n in values.items() if text.partition("{")[0] == name]
+        return sum(found) if found else None
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family per name."""

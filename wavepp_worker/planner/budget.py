@@ -109,6 +109,13 @@ class BudgetControl:
         self._downs = 0
         self.steps_total = 0
         """Changes of the budget since the start."""
+        self.decisions_total = 0
+        self.short_decisions_total = 0
+        """Decisions whose budget supplies less than S waves."""
+        self.work_tokens = 0
+        """W of the last decision."""
+        self.waves = 0
+        """n(b) of the last decision, b being its outcome."""
 
     @property
     def budget(self) -> int:
@@ -130,6 +137,9 @@ class BudgetControl:
         else:
             self._ups = self._downs = 0
         self.steps_total += self._rung != before
+        self.decisions_total += 1
+        self.work_tokens, self.waves = sum(items), waves_available(self.budget, items)
+        self.short_decisions_total += self.waves < rules.supply_waves
         return self.budget
 
     def _grow(self, target: int, items: Sequence[int]) -> None:

@@ -98,8 +98,16 @@ class MpuPlanner(LanePlanner):
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by their metric names."""
         values = {f"wavepp_planner_{name}_total": float(n) for name, n in self._counts.items()}
-        values["wavepp_planner_budget_tokens"] = float(self._control.budget)
-        values["wavepp_planner_budget_steps_total"] = float(self._control.steps_total)
+        control, rules = self._control, self._settings.rules
+        values["wavepp_planner_budget_tokens"] = float(control.budget)
+        values["wavepp_planner_budget_steps_total"] = float(control.steps_total)
+        values["wavepp_planner_decisions_total"] = float(control.decisions_total)
+        values["wavepp_planner_short_decisions_total"] = float(control.short_decisions_total)
+        # The last decision says nothing of a planner that has run out of work since.
+        is_working = len(self._lanes) > 0
+        values["wavepp_planner_work_tokens"] = float(control.work_tokens if is_working else 0)
+        values["wavepp_planner_available_waves"] = float(control.waves if is_working else 0)
+        values["wavepp_planner_wanted_waves"] = float(rules.supply_waves)
         return values
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────

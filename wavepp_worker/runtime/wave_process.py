@@ -130,7 +130,7 @@ class WaveProcess:
             check_always=self._invariants == "always",
         )
         settings = admission_settings(boot.config, plan, rank, boot.epoch)
-        self._inline = InlineRank(settings, self._cache)
+        self._inline = InlineRank(settings, self._cache, time.monotonic)
         self._delta_sequence = 0
         self._alive_interval_s = alive_interval_s(boot.config)
         self._alive_due_at = 0.0
@@ -138,6 +138,7 @@ class WaveProcess:
         self._stats_sent: dict[str, float] = {}
         self._round_began_at = 0.0
         self._round_seconds = 0.0
+        self._busy_seconds = 0.0
         self._is_over = False
 
     def serve(self) -> None:
@@ -150,9 +151,11 @@ class WaveProcess:
         while not self._is_over:
             # Sockets signal changes only, and sending may swallow a signal: look at everything
             # until nothing comes, and wait only then.
+            began_at = time.monotonic()
             if self._take_all():
                 self._report_tree()
                 self._report_stats()
+                self._busy_seconds += time.monotonic() - began_at
             else:
                 # select() keeps microseconds; rounds are 0.2 ms apart at least.
                 select.select(descriptors, [], [], self._sleep_s())
@@ -275,8 +278,11 @@ class WaveProcess:
             return
         self._stats_at = now + self._stats_interval_s
         values = self._inline.stats()
+        values["wavepp_process_busy_seconds_total"] = self._busy_seconds
         if self._rank == LEADER:
             values["wavepp_round_seconds_total"] = self._round_seconds
+            oldest_s = self._inline.machine.oldest_wait_s(Instant(now))
+            values["wavepp_waiting_oldest_seconds"] = oldest_s
         if values != self._stats_sent:
             self._stats_sent = values
             self._sockets.report(Stats(self._rank, "wave", values))

@@ -29,7 +29,7 @@ from wavepp_worker.wire.rounds import RecordVote, RoundVote
 # Counters and pictures of the past, which no decision reads.
 PAST = {"_counters", "counts", "_stale_count", "evicted_total", "now", "announced", "delivered"}
 PAST |= {"announced_at", "admitted_at", "leased_at", "_age", "_changes", "dropped_total"}
-PAST |= {"offloaded_total", "onboarded_total"}
+PAST |= {"offloaded_total", "onboarded_total", "round_counts"}
 # The same in every state of one search, or nothing that is kept between steps.
 FIXED = {"settings", "_settings", "spec", "prompts", "windows", "keys", "tokens", "sampling"}
 FIXED |= {"epoch", "_check_always", "_emit", "_out", "_flow"}

@@ -22,8 +22,9 @@ from wavepp_worker.admission.events import (
     ViewRequested,
     VoteReceived,
 )
-from wavepp_worker.admission.settings import admission_settings
+from wavepp_worker.admission.settings import Spacing, admission_settings
 from wavepp_worker.base.errors import InvariantError, PeerError
+from wavepp_worker.base.types import Instant
 from wavepp_worker.cache.hashing import scope_key, sequence_keys
 from wavepp_worker.cache.rank_cache import RankCache
 from wavepp_worker.cache.window import WindowSpec
@@ -806,6 +807,23 @@ class TestSpacing:
         failed(fleet, 2)
         assert self.due(fleet) == 0.005  # waits for capacity
 
+    def test_rounds_are_counted_by_their_spacing(self) -> None:
+        fleet = started()
+        fleet.round()
+        assert self.counted(fleet) == {"min": 0, "active": 0, "idle": 0, "quiet": 2}
+        fleet.announce(1)
+        fleet.round(3)  # for the arrival; for the attempt; for the acknowledgements
+        assert self.counted(fleet) == {"min": 1, "active": 1, "idle": 1, "quiet": 2}
+        fleet.feed(0, ViewRequested(1))
+        fleet.round(2)
+        assert self.counted(fleet) == {"min": 2, "active": 1, "idle": 1, "quiet": 3}
+        assert sum(self.counted(fleet).values()) == 8 - 1
+
+    def counted(self, fleet: Fleet) -> dict[str, float]:
+        stats = fleet.ranks[0].machine.stats()
+        names = [f'wavepp_spaced_rounds_total{{spacing="{spacing}"}}' for spacing in Spacing]
+        return {name.split('"')[1]: stats[name] for name in names}
+
     def test_none_while_a_round_is_open_and_ticks_before_time_do_nothing(self) -> None:
         fleet = started()
         assert fleet.feed(0, Tick()) == []
@@ -816,6 +834,43 @@ class TestSpacing:
         assert fleet.ranks[0].next_deadline() is None
         assert fleet.ranks[0].machine.round_started_at == fleet.now
         assert fleet.feed(0, Tick()) == []
+
+
+class TestCounters:
+    def test_what_admission_costs_a_request(self) -> None:
+        """Rank 1 promised 36 tokens and leases 20: the second attempt is admitted at 20."""
+        fleet = started()
+        fleet.caches[0].valid[1], fleet.caches[1].valid[1] = [20, 36], [20]
+        fleet.caches[1].hints[1] = 36
+        fleet.announce(1)
+        fleet.round(4)
+        assert fleet.installs[1][1].install.endpoint == 20
+        for rank in fleet.ranks:
+            stats = rank.machine.stats()
+            assert stats["wavepp_admitted_total"] == 1
+            assert stats["wavepp_admitted_candidate_tokens_total"] == 36
+            assert stats["wavepp_admitted_attempts_total"] == 2
+        assert fleet.ranks[0].machine.stats()["wavepp_admission_retry_total"] == 1
+
+    def test_age_of_the_oldest_that_waits(self) -> None:
+        fleet = started()
+        machine = fleet.ranks[0].machine
+        assert machine.oldest_wait_s(Instant(fleet.now)) == 0
+        fleet.announce(1)
+        arrived_at = fleet.now
+        assert machine.oldest_wait_s(Instant(arrived_at + 2.0)) == 2.0, "before its first round"
+        fleet.round()
+        fleet.wait(1.0)
+        fleet.announce(2)
+        assert machine.oldest_wait_s(Instant(arrived_at + 2.0)) == 2.0
+        keep_open(fleet, 2)
+        fleet.round(4)
+        assert list(fleet.installs[0]) == [1]
+        now = Instant(fleet.now)
+        assert machine.oldest_wait_s(now) == pytest.approx(now - arrived_at - 1.0, abs=0.01)
+        fleet.cancel(2)
+        fleet.round()
+        assert machine.oldest_wait_s(now) == 0, "it does not wait any more"
 
 
 class TestVotes:

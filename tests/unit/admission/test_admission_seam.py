@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from tests.unit.admission.real import RealFleet, dense, states
-from tests.unit.admission.rig import B, Call, Fleet
+from tests.unit.admission.rig import B, Call, Fleet, make_settings
 from wavepp_worker.admission import limits
 from wavepp_worker.admission.commands import ReportReady, ReportRejected
 from wavepp_worker.admission.decide import Action
+from wavepp_worker.admission.sections import InlineRank
 from wavepp_worker.base import marks
 from wavepp_worker.base.errors import InvariantError
 from wavepp_worker.base.limits import UNLIMITED_TOKENS
@@ -90,3 +92,29 @@ def test_declared_marks_are_those_that_the_package_sets() -> None:
     verdicts = {f"admission.{action}" for action in Action}
     granted = {f"admission.{name}" for name in ("solo", "last_resort", "oversized")}
     assert sorted(written | verdicts | granted) == list(marks.ADMISSION_MARKS)
+
+
+def test_the_time_of_each_section_is_measured_by_the_lent_clock() -> None:
+    """Every reading is a second later, so each run of a section takes one second."""
+    fleet, clock = RealFleet([dense(40)]), count()
+    fleet.ranks[0] = rank = InlineRank(
+        make_settings(headroom_tokens=0), fleet.books[0], lambda: float(next(clock))
+    )
+    fleet.ask(1, range(3))
+    fleet.round(3)
+    install = fleet.installs[0][1].install
+    rank.wave_done(WaveDone(1, ((1, install.prompt_tokens),)))
+    fleet.free(1)
+    stats = rank.stats()
+    runs = dict.fromkeys(
+        ("learn", "probe", "acquire", "prepare", "commit", "materialize", "publish", "free"), 1
+    ) | {"forget": 1, "trim": 0, "release": 0, "capacity": 3}
+    for name, number in runs.items():
+        assert stats[f'wavepp_sections_total{{section="{name}"}}'] == number, name
+        assert stats[f'wavepp_section_seconds_total{{section="{name}"}}'] == number, name
+    assert sum(name.startswith("wavepp_sections_total") for name in stats) == len(runs)
+
+
+def test_without_a_clock_no_section_is_measured() -> None:
+    fleet = RealFleet([dense(40)])
+    assert not [name for name in fleet.ranks[0].stats() if "section" in name]

@@ -429,5 +429,6 @@ def test_host_use_is_bounded_under_a_cycle() -> None:
     learn(cache, 1000, "HOT!")
     assert cache.hint(1000) == 3
     stats = cache.stats()
-    resident = stats["wavepp_cached_blocks"] + stats["wavepp_host_cached_blocks"]
+    label = '{window="0"}'
+    resident = stats[f"wavepp_cached_blocks{label}"] + stats[f"wavepp_host_cached_blocks{label}"]
     assert stats["wavepp_published_blocks_total"] - stats["wavepp_dropped_blocks_total"] == resident

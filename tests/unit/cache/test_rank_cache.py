@@ -85,10 +85,12 @@ def test_view_and_stats_agree() -> None:
     view, stats = cache.view(), cache.stats()
     assert view.keys == ((key_at("a"), key_at("ab")),)
     assert view.total == (12,)
-    assert stats["wavepp_free_blocks"] == view.free[0] == 6
-    assert stats["wavepp_cached_blocks"] == view.cached[0] == 0
-    assert stats["wavepp_referenced_blocks"] == view.referenced[0] == 5
-    assert stats["wavepp_reserved_blocks"] == view.reserved[0] == 1
+    assert stats['wavepp_free_blocks{window="0"}'] == view.free[0] == 6
+    assert stats['wavepp_cached_blocks{window="0"}'] == view.cached[0] == 0
+    assert stats['wavepp_referenced_blocks{window="0"}'] == view.referenced[0] == 5
+    assert stats['wavepp_reserved_blocks{window="0"}'] == view.reserved[0] == 1
+    assert stats["wavepp_pool_tokens"] == 12
+    assert stats["wavepp_available_tokens"] == 6
     assert stats["wavepp_lease_count"] == stats["wavepp_escrow_count"] == 1
     assert stats["wavepp_sequence_count"] == 1
     assert stats["wavepp_published_blocks_total"] == 2
@@ -249,9 +251,13 @@ def test_counts_of_both_tiers_add_up() -> None:
         assert sum(counts[window] for counts in device) == view.total[window]
         assert sum(counts[window] for counts in host) == view.host_total[window]
     assert view.host_total == (8, 8, 4)
-    for name in ("free", "cached", "referenced", "reserved"):
-        assert stats[f"wavepp_host_{name}_blocks"] == sum(getattr(view, f"host_{name}"))
-    assert stats["wavepp_reserved_blocks"] == sum(view.reserved)
+    parts = ("free", "cached", "referenced", "reserved")
+    for tier in ("", "host_"):
+        for window in range(3):
+            label = f'{{window="{window}"}}'
+            shown = {name: stats[f"wavepp_{tier}{name}_blocks{label}"] for name in parts}
+            assert shown == {name: getattr(view, tier + name)[window] for name in parts}
+            assert sum(shown.values()) == stats[f"wavepp_{tier}pool_blocks{label}"]
     assert stats["wavepp_offloaded_blocks_total"] > 0
 
 

@@ -443,3 +443,22 @@ def test_counters() -> None:
     assert stats["wavepp_waves_total"] == 2
     assert stats["wavepp_ring_waves"] == 0
     assert stats["wavepp_installed_requests"] == 1
+
+
+def test_occupancy_and_fill_can_be_derived() -> None:
+    """Two waves under way for 3 s and one for 2 s more; 10 of 16 budgeted tokens."""
+    rig = Rig(0, 1, budget=8)
+    rig.send(make_install(1, 1, 10))
+    rig.tick()
+    rig.now += 3.0
+    rig.send(WaveFenced(1))
+    rig.now += 2.0
+    rig.send(WaveFenced(2, ((1, 5, -1.0),)))
+    rig.now += 50.0  # empty
+    rig.send(make_install(2, 2, 8))
+    rig.tick()
+    stats = rig.machine.stats()
+    assert stats["wavepp_ring_wave_seconds_total"] == 8.0
+    assert stats["wavepp_ring_waves_max"] == 2
+    assert stats["wavepp_wave_tokens_total"] == 18
+    assert stats["wavepp_wave_budget_tokens_total"] == 24

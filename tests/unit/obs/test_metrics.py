@@ -55,6 +55,8 @@ def test_a_rank_may_split_a_number_by_one_label() -> None:
     assert 'wavepp_free_blocks{rank="0",role="wave",window="0"} 3.0' in lines
     assert 'wavepp_free_blocks{rank="0",role="wave",window="1"} 4.0' in lines
     assert lines.count("# TYPE wavepp_free_blocks gauge") == 1
+    assert metrics.ranks.get(0, "wave", "wavepp_free_blocks") == 7.0
+    assert metrics.ranks.get(0, "wave", "wavepp_free") is None
 
 
 def make_story(

@@ -20,7 +20,8 @@ wavepp_forward_seconds_total{{rank="0",role="loop",worker_id="a"}} {forward}
 wavepp_tokens_computed_total{{rank="0",role="loop"}} {tokens}
 wavepp_referenced_blocks{{rank="0",role="wave"}} 25
 wavepp_cached_blocks{{rank="0",role="wave"}} 25
-wavepp_free_blocks{{rank="0",role="wave"}} 50
+wavepp_free_blocks{{rank="0",role="wave",window="0"}} 30
+wavepp_free_blocks{{rank="0",role="wave",window="1"}} 20
 wavepp_queue_requests{{rank="0",role="wave"}} 3
 wavepp_free_blocks{{rank="1",role="wave"}} 7
 wavepp_host_free_blocks{{rank="1",role="wave"}} 3

@@ -139,6 +139,32 @@ def test_i39_nothing_optional_delays_beyond_t_emit() -> None:
     assert planner.stats()["wavepp_planner_deadline_waves_total"] == 1
 
 
+def test_the_supply_of_waves_is_shown_while_there_is_work() -> None:
+    """S = 12 waves are wanted; four suffixes of 8,192 fill four waves of the smallest budget."""
+    planner = make_planner()
+    for rid in range(1, 5):
+        planner.add_lane(rid, 0, 8_192)
+    emit(planner, WaveSlot(1, 1, 0))
+    stats = planner.stats()
+    assert stats["wavepp_planner_work_tokens"] == 32_768
+    assert stats["wavepp_planner_available_waves"] == 4
+    assert stats["wavepp_planner_wanted_waves"] == 12
+    assert stats["wavepp_planner_decisions_total"] == 1
+    assert stats["wavepp_planner_short_decisions_total"] == 1
+    for rid in range(1, 5):
+        planner.remove_lane(rid)
+    stats = planner.stats()
+    assert stats["wavepp_planner_work_tokens"] == stats["wavepp_planner_available_waves"] == 0
+    for rid in range(10, 50):
+        planner.add_lane(rid, 0, M)
+    emit(planner, WaveSlot(2, 1, 0))
+    stats = planner.stats()
+    assert stats["wavepp_planner_work_tokens"] == 40 * M + 8_192, "with what is under way"
+    assert stats["wavepp_planner_available_waves"] >= 40
+    assert stats["wavepp_planner_decisions_total"] == 2
+    assert stats["wavepp_planner_short_decisions_total"] == 1
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_runs_keep_the_rules_of_a_wave(seed: int) -> None:
     """I33, I34, I35, I40: budget, K, one span per request, contiguity, no small fragments."""

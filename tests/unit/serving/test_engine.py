@@ -387,7 +387,9 @@ async def test_the_router_is_told_the_load_of_the_fullest_stage(bench: Bench) ->
     assert bench.engine.component_metrics_dp_ranks() == [0]
     bench.engine.attach_snapshot_publisher(sink)
     for rank, used in ((0, 10.0), (1, 30.0)):
-        values = {"wavepp_referenced_blocks": used, "wavepp_reserved_blocks": 2.0}
+        shares = {"wavepp_referenced_blocks": used - 1.0, "wavepp_reserved_blocks": 2.0}
+        values = {f'{name}{{window="0"}}': share for name, share in shares.items()}
+        values['wavepp_referenced_blocks{window="1"}'] = 1.0
         bench.ranks.say(Stats(rank, "wave", values))
     await bench.ranks.settle()
     last = sink.snapshots[-1]
