@@ -32,6 +32,7 @@ class RunWave(Struct, frozen=True):
 
     wave: int
     chunks: tuple[WaveChunk, ...]
+    budget: int  # tokens that the planner allowed
 
 
 class OpenHold(Struct, frozen=True):

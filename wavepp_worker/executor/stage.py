@@ -212,7 +212,8 @@ class StageQueue:
         )
         self._last_wave = header.wave
         self._in_flight.append(header)
-        return RunWave(header.wave, tuple(self._advance(span) for span in header.spans))
+        chunks = tuple(self._advance(span) for span in header.spans)
+        return RunWave(header.wave, chunks, header.budget)
 
     def _advance(self, span: SpanEntry) -> WaveChunk:
         """Check one span against this rank's own position, and move it.  [I41]"""

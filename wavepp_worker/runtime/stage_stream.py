@@ -23,6 +23,8 @@ from torch import Tensor
 from wavepp_worker.base.errors import describe
 from wavepp_worker.executor.ports import WaveChunk, WaveFenced
 from wavepp_worker.model.metadata import WaveBatch, build_batch
+from wavepp_worker.runtime.gaps import CopyMarks, WaveMarks
+from wavepp_worker.runtime.loop_timeline import Marks
 from wavepp_worker.runtime.stage_work import (
     Answer,
     Doorbell,
@@ -47,10 +49,15 @@ class _Wave:
 
 
 class CpuStageStream:
-    """One compute thread with blocking gloo hops; the caller's thread stays free for sockets."""
+    """One compute thread with blocking gloo hops; the caller's thread stays free for sockets.
 
-    def __init__(self, work: StageWork) -> None:
+    Args:
+        marks: told what the thread did and when; None: nobody wants to know.
+    """
+
+    def __init__(self, work: StageWork, marks: Marks | None = None) -> None:
         self._work = work
+        self._marks = marks
         self._jobs: SimpleQueue[_Wave | Sequence[Copy] | None] = SimpleQueue()
         self._fenced: deque[WaveFenced] = deque()  # append and popleft are atomic
         self._bell = Doorbell()
@@ -101,7 +108,7 @@ class CpuStageStream:
                     self._fenced.append(WaveFenced(wave, self._run(job)))
                     self._bell.ring()
                 else:
-                    self._work.copy(job, self.times)
+                    self._copy(job)
         except Exception as error:  # the thread's top: whatever failed is reported, then it ends
             self._fenced.append(WaveFenced(wave, error=describe(error)))
             self._bell.ring()
@@ -117,6 +124,12 @@ class CpuStageStream:
                 job.incoming = self._work.receive(job.chunks)
                 job.is_receiving = True
 
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        began_at = time.monotonic()
+        self._work.copy(copies, self.times)
+        if self._marks is not None:
+            self._marks.append(copy_marks(copies, began_at))
+
     def _run(self, job: _Wave) -> tuple[Answer, ...]:
         work = self._work
         batch = build_batch(job.chunks, work.store.block_tokens, work.model.device)
@@ -131,6 +144,17 @@ class CpuStageStream:
         self._forward_ended_at = time.monotonic()
         self.times.forward_s += self._forward_ended_at - began_at
         work.send(outputs)
+        if self._marks is not None:
+            self._marks.append(
+                WaveMarks(
+                    wave=job.wave,
+                    asked_at=began_at if inputs is None else asked_at,
+                    received_at=began_at,
+                    began_at=began_at,
+                    ended_at=self._forward_ended_at,
+                    sent_at=time.monotonic(),
+                )
+            )
         if picked is None:
             return ()
         tokens, logprobs = picked
@@ -145,6 +169,9 @@ class _Launched:
     picked: Tensor | None  # f64 [2, L], pinned: tokens, logprobs
     began: Any
     ended: Any  # the fence
+    asked: Any = None  # the stream came to the wait for activations; with marks only, as below
+    received: Any = None
+    launched_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -171,10 +198,15 @@ class CudaStageStream:
     CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
     two stages), with copies on one H200 and one stage; more stages, copies in several stages and a
     failing kernel have not been run.
+
+    Args:
+        marks: told what the device did and when; None: nobody wants to know.
     """
 
-    def __init__(self, work: StageWork) -> None:
+    def __init__(self, work: StageWork, marks: Marks | None = None) -> None:
         self._work = work
+        self._marks = marks
+        self._last_ended_at = 0.0  # the host's time of `_last_ended`; with marks only
         self._waiting: deque[_Wave] = deque()
         self._launched: deque[_Launched] = deque()
         self._streams = _CudaStreams.open(work.model.device)
@@ -195,8 +227,11 @@ class CudaStageStream:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue cache copies."""
+        began_at = time.monotonic()
         with torch.cuda.stream(self._streams.copy):
             self._work.copy(copies, self.times)
+        if self._marks is not None:
+            self._marks.append(copy_marks(copies, began_at, on_stream=True))
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves whose fence passed since the last call; launch what now fits."""
@@ -233,6 +268,10 @@ class CudaStageStream:
 
     def _enqueue(self, job: _Wave) -> _Launched:
         work, streams = self._work, self._streams
+        launched_at = time.monotonic()
+        asked, received = None, None
+        if self._marks is not None:
+            asked, received = (_cuda.Event(enable_timing=True) for _ in range(2))
         # On its own stream the receive starts now, not after the waves launched before it.
         with torch.cuda.stream(streams.receive):
             incoming = work.receive(job.chunks)
@@ -240,7 +279,11 @@ class CudaStageStream:
         ended = _cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(streams.compute):
             batch = build_batch(job.chunks, work.store.block_tokens, work.model.device)
+            if asked is not None:
+                asked.record()
             inputs = None if incoming is None else incoming.wait()
+            if received is not None:
+                received.record()
             for tensor in (inputs or {}).values():
                 tensor.record_stream(streams.compute)
             streams.compute.wait_stream(streams.copy)
@@ -254,9 +297,42 @@ class CudaStageStream:
                 on_host.copy_(on_device, non_blocking=True)
             ended.record()
             work.send(outputs)
-        return _Launched(job.wave, batch, job.chunks, on_host, began, ended)
+        return _Launched(
+            job.wave, batch, job.chunks, on_host, began, ended, asked, received, launched_at
+        )
+
+    def _mark(self, launched: _Launched) -> None:
+        """Tell when a fenced wave ran, on the host's clock.
+
+        Events know only the time between them.  What ties them to the host's clock is that no wave
+        ends after its fence was seen, nor asks before it was launched.
+        """
+        if self._marks is None:
+            return
+        forward_s = launched.began.elapsed_time(launched.ended) / 1e3
+        receive_s = launched.asked.elapsed_time(launched.received) / 1e3
+        wait_s = launched.asked.elapsed_time(launched.began) / 1e3
+        asked_at = launched.launched_at
+        if self._last_ended is not None:
+            since_s = self._last_ended.elapsed_time(launched.asked) / 1e3
+            asked_at = max(asked_at, self._last_ended_at + since_s)
+        asked_at = min(asked_at, time.monotonic() - wait_s - forward_s)
+        asked_at = max(asked_at, self._last_ended_at)
+        began_at = asked_at + wait_s
+        self._last_ended_at = began_at + forward_s
+        self._marks.append(
+            WaveMarks(
+                wave=launched.wave,
+                asked_at=asked_at,
+                received_at=asked_at + receive_s,
+                began_at=began_at,
+                ended_at=self._last_ended_at,
+                sent_at=self._last_ended_at,
+            )
+        )
 
     def _finish(self, launched: _Launched) -> tuple[Answer, ...]:
+        self._mark(launched)
         self.times.forward_s += launched.began.elapsed_time(launched.ended) / 1e3
         if self._last_ended is not None:
             self.times.gap_s += self._last_ended.elapsed_time(launched.began) / 1e3
@@ -275,3 +351,15 @@ class CudaStageStream:
                 event.synchronize()
             finally:
                 self._bell.ring()
+
+
+def copy_marks(copies: Sequence[Copy], began_at: float, *, on_stream: bool = False) -> CopyMarks:
+    """Return the marks of copies that have just been performed, or enqueued."""
+    offloads = sum(copy.kind == "offload" for copy in copies)
+    return CopyMarks(
+        began_at=began_at,
+        ended_at=time.monotonic(),
+        offloads=offloads,
+        onboards=len(copies) - offloads,
+        on_stream=on_stream,
+    )
