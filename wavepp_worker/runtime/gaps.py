@@ -4,27 +4,29 @@
     ───forward───┤ send │ no header │ not installed │ launch │ receive ├───forward───
                         header here ┘      run here ┘  asked ┘
 
-Copies on the device's own thread cut into this.  The parts of a gap are next to each other and
+Copies that the wave has to wait for cut into this.  The parts of a gap are next to each other and
 cover it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from msgspec import Struct
 
 SEND = "send"  # the wave before is passed on
 NO_HEADER = "no header"  # rank 0 has not scheduled the next wave
 NOT_INSTALLED = "not installed"  # the wave is scheduled, this rank's WAVE has not admitted it
-COPY = "copy"  # cache copies, before or for the next wave
+COPY = "copy"  # cache copies that come before the wave
 LAUNCH = "launch"  # this process prepares the wave
 RECEIVE = "receive"  # the stage before has not passed the wave on
 CAUSES = (SEND, NO_HEADER, NOT_INSTALLED, COPY, LAUNCH, RECEIVE)
 
 
 class WaveMarks(Struct, frozen=True, kw_only=True):
-    """When a stage's device did what for one wave; seconds on the host's monotonic clock."""
+    """When a stage's device did what for one wave; seconds on the host's monotonic clock.
+
+    Attributes:
+        copying: from when to when copies kept the device from the wave, in order.
+    """
 
     wave: int
     asked_at: float  # the device was free and asked for the activations
@@ -32,16 +34,17 @@ class WaveMarks(Struct, frozen=True, kw_only=True):
     began_at: float  # of the forward
     ended_at: float
     sent_at: float  # passed on, as far as it kept the device
+    copying: tuple[tuple[float, float], ...] = ()
 
 
 class CopyMarks(Struct, frozen=True, kw_only=True):
-    """The same for the copies of one Install."""
+    """When the copies of one Install were performed, or enqueued."""
 
     began_at: float
     ended_at: float
     offloads: int
     onboards: int
-    on_stream: bool = False  # beside the waves, which do not wait for it here
+    is_enqueued: bool = False  # only that; they run beside the waves
 
 
 class GapPart(Struct, frozen=True):
@@ -53,18 +56,13 @@ class GapPart(Struct, frozen=True):
 
 
 def gap_parts(
-    before: WaveMarks,
-    after: WaveMarks,
-    header_at: float,
-    run_at: float,
-    copies: Sequence[CopyMarks] = (),
+    before: WaveMarks, after: WaveMarks, header_at: float, run_at: float
 ) -> list[GapPart]:
     """Return the parts of the gap between two waves in order; empty ones are left out.
 
     Args:
         header_at: when this rank had the header of the wave after the gap.
         run_at: when that wave was given to the device.
-        copies: on the device's own thread, in order.
     """
     reasons = (
         (before.sent_at, SEND),
@@ -72,19 +70,19 @@ def gap_parts(
         (run_at, NOT_INSTALLED),
         (after.asked_at, LAUNCH),
         (after.received_at, RECEIVE),
-        (after.began_at, COPY if after.received_at < after.began_at else LAUNCH),
+        (after.began_at, LAUNCH),
     )
     parts: list[GapPart] = []
     at = before.ended_at
     for until, cause in reasons:
         end = min(until, after.began_at)
-        for copy in copies:
-            if copy.ended_at <= at or copy.began_at >= end:
+        for copy_began_at, copy_ended_at in after.copying:
+            if copy_ended_at <= at or copy_began_at >= end:
                 continue
-            _extend(parts, cause, at, max(at, copy.began_at))
-            at = max(at, copy.began_at)
-            _extend(parts, COPY, at, min(copy.ended_at, end))
-            at = min(copy.ended_at, end)
+            _extend(parts, cause, at, max(at, copy_began_at))
+            at = max(at, copy_began_at)
+            _extend(parts, COPY, at, min(copy_ended_at, end))
+            at = min(copy_ended_at, end)
         _extend(parts, cause, at, end)
         at = max(at, end)
     return parts

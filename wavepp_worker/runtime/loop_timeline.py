@@ -56,7 +56,6 @@ class LoopTimeline:
         self._header_at: dict[int, float] = {}
         self._given: dict[int, _Given] = {}
         self._dropped: set[int] = set()  # rids of holds that a cancel ends
-        self._copies: list[CopyMarks] = []  # since the last wave, on the device's own thread
         self._last: WaveMarks | None = None
 
     def take(self, event: LoopEvent, now: float) -> None:
@@ -113,21 +112,19 @@ class LoopTimeline:
     def _take_copies(self, copies: CopyMarks) -> None:
         self._recorder.ran(
             "copies",
-            "enqueue copies" if copies.on_stream else "copies",
+            "enqueue copies" if copies.is_enqueued else "copies",
             copies.began_at,
             copies.ended_at,
             offloads=copies.offloads,
             onboards=copies.onboards,
         )
-        if not copies.on_stream:
-            self._copies.append(copies)
 
     def _take_wave(self, marks: WaveMarks) -> None:
         given = self._given.pop(marks.wave)
         recorder = self._recorder
         recorder.end("queued", "queued", marks.wave, marks.began_at)
         if self._last is not None:
-            for part in gap_parts(self._last, marks, given.header_at, given.run_at, self._copies):
+            for part in gap_parts(self._last, marks, given.header_at, given.run_at):
                 recorder.ran(
                     "device",
                     part.cause,
@@ -147,5 +144,4 @@ class LoopTimeline:
             rids=[rid for rid, _, _ in given.spans],
             spans=[f"{rid}: {start}+{length}" for rid, start, length in given.spans],
         )
-        self._copies.clear()
         self._last = marks

@@ -23,6 +23,7 @@ from torch import Tensor
 from wavepp_worker.base.errors import describe
 from wavepp_worker.executor.ports import WaveChunk, WaveFenced
 from wavepp_worker.model.metadata import WaveBatch, build_batch
+from wavepp_worker.runtime.device_clock import DeviceClock
 from wavepp_worker.runtime.gaps import CopyMarks, WaveMarks
 from wavepp_worker.runtime.loop_timeline import Marks
 from wavepp_worker.runtime.stage_work import (
@@ -37,6 +38,7 @@ from wavepp_worker.wire.mailbox import Copy
 
 RECEIVES_MAX: Final = 2  # receives posted ahead: buffers of one running and one waiting wave
 _cuda: Any = torch.cuda  # Stream and Event have no type annotations
+COPYING_MAX: Final = 64  # copies told as what kept a wave waiting; the last ones
 CLOSE_TIMEOUT_S: Final = 1.0  # a thread that waits for a neighbour is left to the process's end
 
 
@@ -58,6 +60,7 @@ class CpuStageStream:
     def __init__(self, work: StageWork, marks: Marks | None = None) -> None:
         self._work = work
         self._marks = marks
+        self._copying: deque[tuple[float, float]] = deque(maxlen=COPYING_MAX)  # for the next wave
         self._jobs: SimpleQueue[_Wave | Sequence[Copy] | None] = SimpleQueue()
         self._fenced: deque[WaveFenced] = deque()  # append and popleft are atomic
         self._bell = Doorbell()
@@ -129,6 +132,7 @@ class CpuStageStream:
         self._work.copy(copies, self.times)
         if self._marks is not None:
             self._marks.append(copy_marks(copies, began_at))
+            self._copying.append((began_at, time.monotonic()))
 
     def _run(self, job: _Wave) -> tuple[Answer, ...]:
         work = self._work
@@ -153,8 +157,10 @@ class CpuStageStream:
                     began_at=began_at,
                     ended_at=self._forward_ended_at,
                     sent_at=time.monotonic(),
+                    copying=tuple(self._copying),
                 )
             )
+            self._copying.clear()
         if picked is None:
             return ()
         tokens, logprobs = picked
@@ -197,7 +203,7 @@ class CudaStageStream:
 
     CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
     two stages), with copies on one H200 and one stage; more stages, copies in several stages and a
-    failing kernel have not been run.
+    failing kernel have not been run, nor have marks.
 
     Args:
         marks: told what the device did and when; None: nobody wants to know.
@@ -206,7 +212,7 @@ class CudaStageStream:
     def __init__(self, work: StageWork, marks: Marks | None = None) -> None:
         self._work = work
         self._marks = marks
-        self._last_ended_at = 0.0  # the host's time of `_last_ended`; with marks only
+        self._clock = DeviceClock()
         self._waiting: deque[_Wave] = deque()
         self._launched: deque[_Launched] = deque()
         self._streams = _CudaStreams.open(work.model.device)
@@ -231,7 +237,7 @@ class CudaStageStream:
         with torch.cuda.stream(self._streams.copy):
             self._work.copy(copies, self.times)
         if self._marks is not None:
-            self._marks.append(copy_marks(copies, began_at, on_stream=True))
+            self._marks.append(copy_marks(copies, began_at, is_enqueued=True))
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves whose fence passed since the last call; launch what now fits."""
@@ -269,9 +275,8 @@ class CudaStageStream:
     def _enqueue(self, job: _Wave) -> _Launched:
         work, streams = self._work, self._streams
         launched_at = time.monotonic()
-        asked, received = None, None
-        if self._marks is not None:
-            asked, received = (_cuda.Event(enable_timing=True) for _ in range(2))
+        asked = None if self._marks is None else _cuda.Event(enable_timing=True)
+        received = asked
         # On its own stream the receive starts now, not after the waves launched before it.
         with torch.cuda.stream(streams.receive):
             incoming = work.receive(job.chunks)
@@ -282,7 +287,8 @@ class CudaStageStream:
             if asked is not None:
                 asked.record()
             inputs = None if incoming is None else incoming.wait()
-            if received is not None:
+            if asked is not None and incoming is not None:
+                received = _cuda.Event(enable_timing=True)
                 received.record()
             for tensor in (inputs or {}).values():
                 tensor.record_stream(streams.compute)
@@ -302,32 +308,32 @@ class CudaStageStream:
         )
 
     def _mark(self, launched: _Launched) -> None:
-        """Tell when a fenced wave ran, on the host's clock.
-
-        Events know only the time between them.  What ties them to the host's clock is that no wave
-        ends after its fence was seen, nor asks before it was launched.
-        """
+        """Tell when a fenced wave ran."""
         if self._marks is None:
             return
-        forward_s = launched.began.elapsed_time(launched.ended) / 1e3
         receive_s = launched.asked.elapsed_time(launched.received) / 1e3
         wait_s = launched.asked.elapsed_time(launched.began) / 1e3
-        asked_at = launched.launched_at
+        forward_s = launched.began.elapsed_time(launched.ended) / 1e3
+        since_last_s = 0.0
         if self._last_ended is not None:
-            since_s = self._last_ended.elapsed_time(launched.asked) / 1e3
-            asked_at = max(asked_at, self._last_ended_at + since_s)
-        asked_at = min(asked_at, time.monotonic() - wait_s - forward_s)
-        asked_at = max(asked_at, self._last_ended_at)
-        began_at = asked_at + wait_s
-        self._last_ended_at = began_at + forward_s
+            since_last_s = self._last_ended.elapsed_time(launched.asked) / 1e3
+        asked_at, ended_at = self._clock.place(
+            launched_at=launched.launched_at,
+            seen_at=time.monotonic(),
+            since_last_s=since_last_s,
+            busy_s=wait_s + forward_s,
+        )
+        began_at = min(asked_at + wait_s, ended_at)
+        received_at = min(asked_at + receive_s, began_at)
         self._marks.append(
             WaveMarks(
                 wave=launched.wave,
                 asked_at=asked_at,
-                received_at=asked_at + receive_s,
+                received_at=received_at,
                 began_at=began_at,
-                ended_at=self._last_ended_at,
-                sent_at=self._last_ended_at,
+                ended_at=ended_at,
+                sent_at=ended_at,
+                copying=((received_at, began_at),),
             )
         )
 
@@ -353,7 +359,7 @@ class CudaStageStream:
                 self._bell.ring()
 
 
-def copy_marks(copies: Sequence[Copy], began_at: float, *, on_stream: bool = False) -> CopyMarks:
+def copy_marks(copies: Sequence[Copy], began_at: float, *, is_enqueued: bool = False) -> CopyMarks:
     """Return the marks of copies that have just been performed, or enqueued."""
     offloads = sum(copy.kind == "offload" for copy in copies)
     return CopyMarks(
@@ -361,5 +367,5 @@ def copy_marks(copies: Sequence[Copy], began_at: float, *, on_stream: bool = Fal
         ended_at=time.monotonic(),
         offloads=offloads,
         onboards=len(copies) - offloads,
-        on_stream=on_stream,
+        is_enqueued=is_enqueued,
     )

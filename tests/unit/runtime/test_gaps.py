@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavepp_worker.runtime.gaps import CAUSES, CopyMarks, GapPart, WaveMarks, gap_parts
+from wavepp_worker.runtime.gaps import CAUSES, GapPart, WaveMarks, gap_parts
+
+Spans = tuple[tuple[float, float], ...]
 
 
-def marks(wave: int, *times: float) -> WaveMarks:
+def marks(wave: int, *times: float, copying: Spans = ()) -> WaveMarks:
     asked, received, began, ended, sent = times
     return WaveMarks(
         wave=wave, asked_at=asked, received_at=received, began_at=began, ended_at=ended,
-        sent_at=sent,
+        sent_at=sent, copying=copying,
     )  # fmt: skip
 
 
@@ -43,11 +46,8 @@ def test_a_wave_that_was_queued_waits_for_its_activations_alone() -> None:
 
 
 def test_copies_cut_into_what_else_was_waited_for() -> None:
-    copies = [
-        CopyMarks(began_at=11.5, ended_at=12.5, offloads=1, onboards=0),
-        CopyMarks(began_at=12.5, ended_at=13.0, offloads=0, onboards=1),
-    ]
-    assert told(gap_parts(BEFORE, AFTER, header_at=12.0, run_at=14.0, copies=copies)) == [
+    after = msgspec.structs.replace(AFTER, copying=((11.5, 12.5), (12.5, 13.0)))
+    assert told(gap_parts(BEFORE, after, header_at=12.0, run_at=14.0)) == [
         ("send", 10.0, 11.0),
         ("no header", 11.0, 11.5),
         ("copy", 11.5, 13.0),
@@ -58,7 +58,7 @@ def test_copies_cut_into_what_else_was_waited_for() -> None:
 
 
 def test_a_stream_that_waits_for_copies_after_the_activations_says_so() -> None:
-    after = marks(2, 11.0, 12.0, 14.0, 20.0, 20.0)
+    after = marks(2, 11.0, 12.0, 14.0, 20.0, 20.0, copying=((12.0, 14.0),))
     assert told(gap_parts(BEFORE, after, header_at=3.0, run_at=4.0)) == [
         ("send", 10.0, 11.0), ("receive", 11.0, 12.0), ("copy", 12.0, 14.0),
     ]  # fmt: skip
@@ -81,13 +81,10 @@ def test_the_parts_always_cover_the_gap(
     began, ended, sent = sorted(first)
     asked, received, started = sorted(100.0 + at for at in second)
     edges = sorted(edge for span in spans for edge in span)
-    copies = [
-        CopyMarks(began_at=at, ended_at=until, offloads=0, onboards=1)
-        for at, until in zip(edges[::2], edges[1::2], strict=True)
-    ]
+    copying = tuple(zip(edges[::2], edges[1::2], strict=True))
     before = marks(1, began, began, began, ended, sent)
-    after = marks(2, asked, received, started, 300.0, 300.0)
-    parts = gap_parts(before, after, header * 2, run * 2, copies)
+    after = marks(2, asked, received, started, 300.0, 300.0, copying=copying)
+    parts = gap_parts(before, after, header * 2, run * 2)
     at = ended
     for part in parts:
         assert part.began_at == at < part.ended_at

@@ -49,10 +49,12 @@ def run_wave(wave: int, rid: int, length: int) -> RunWave:
     return RunWave(wave, (WaveChunk(rid, 0, length, ((0,),)),), 64)
 
 
-def ran(wave: int, began_at: float, ended_at: float) -> WaveMarks:
+def ran(
+    wave: int, began_at: float, ended_at: float, copying: tuple[tuple[float, float], ...] = ()
+) -> WaveMarks:
     return WaveMarks(
         wave=wave, asked_at=began_at, received_at=began_at, began_at=began_at, ended_at=ended_at,
-        sent_at=ended_at,
+        sent_at=ended_at, copying=copying,
     )  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def test_a_stage_tells_its_waves_and_the_gaps_between_them(tmp_path: Path) -> No
     timeline.look(4.5)
     timeline.perform(run_wave(2, 8, 16), 6.0)
     marks.append(CopyMarks(began_at=6.0, ended_at=6.5, offloads=1, onboards=2))
-    marks.append(ran(2, 6.5, 7.0))
+    marks.append(ran(2, 6.5, 7.0, ((6.0, 6.5),)))
     timeline.close(8.0)
     slices = events(tmp_path, "X")
     zero = slices[0]["ts"] / 1e6 - 2.0  # the trace begins with the recorder
@@ -97,7 +99,7 @@ def test_copies_on_a_stream_of_their_own_are_no_reason_to_wait(tmp_path: Path) -
     timeline.perform(run_wave(1, 7, 32), 1.0)
     timeline.perform(run_wave(2, 7, 32), 1.0)
     marks.append(ran(1, 2.0, 3.0))
-    marks.append(CopyMarks(began_at=3.0, ended_at=3.5, offloads=1, onboards=0, on_stream=True))
+    marks.append(CopyMarks(began_at=3.0, ended_at=3.5, offloads=1, onboards=0, is_enqueued=True))
     marks.append(ran(2, 4.0, 5.0))
     timeline.close(8.0)
     names = [each["name"] for each in events(tmp_path, "X")]
