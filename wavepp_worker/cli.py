@@ -48,6 +48,7 @@ examples:
   %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml
   %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml --PrefillWorker.ServiceArgs.workers=2
   %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml -f configs/etcd-nats.yaml --dry-run
+  %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml --trace-out timeline.json
   %(prog)s graphs.disagg:Frontend -f my.yaml --set PrefillWorker.cache.block_tokens=32
 """
 
@@ -247,8 +248,9 @@ def _serve(args: argparse.Namespace) -> int:
         )
     finally:
         if parts is not None:
-            print(merge_timeline(parts, args.trace_out))
+            told = merge_timeline(parts, args.trace_out)
             shutil.rmtree(parts, ignore_errors=True)
+            print(told)
 
 
 def _read_files(files: Sequence[str], environment_text: str) -> Source:
