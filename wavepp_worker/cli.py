@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from wavepp_worker.config.load import (
     read_source,
 )
 from wavepp_worker.config.schema import Config, DynamoConfig
+from wavepp_worker.obs.trace_file import merge_parts
 from wavepp_worker.sim.command import add_sim
 
 EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
@@ -46,6 +48,7 @@ examples:
   %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml
   %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml --PrefillWorker.ServiceArgs.workers=2
   %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml -f configs/etcd-nats.yaml --dry-run
+  %(prog)s graphs.disagg -f configs/smollm2-cpu.yaml --trace-out timeline.json
   %(prog)s graphs.disagg:Frontend -f my.yaml --set PrefillWorker.cache.block_tokens=32
 """
 
@@ -68,6 +71,15 @@ A live view of every stage: how busy it is, what it waits for, how full its cach
 examples:
   wavepp top
   wavepp top --metrics http://127.0.0.1:9090/metrics --interval-s 5
+"""
+
+TIMELINE_HELP = """\
+Merge what the processes of a prefill worker wrote into its `obs.trace_folder` into one file that
+https://ui.perfetto.dev opens.  `serve --trace-out FILE` does all of this by itself; this is for
+workers that were started otherwise, for a run that goes on, and for one that was killed.
+
+example:
+  wavepp timeline trace.json.parts trace.json
 """
 
 WAVEPP_HELP = """\
@@ -95,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_schema(commands)
     add_bench(commands)
     _add_top(commands)
+    _add_timeline(commands)
     add_sim(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=lambda _args: print(__version__))
@@ -203,6 +216,8 @@ def _add_serve(commands: Any) -> None:
         help="when a process ends, go on while its component has another")  # fmt: skip
     add("--ready-file", metavar="FILE", type=Path,
         help="write addresses and process ids here, as JSON, once the graph answers")  # fmt: skip
+    add("--trace-out", metavar="FILE", type=Path,
+        help="write a timeline here at the end; https://ui.perfetto.dev opens it")  # fmt: skip
     parser.set_defaults(run=_serve)
 
 
@@ -212,8 +227,12 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"--working-dir {working_dir}: no such folder")
     graph = resolve(args.graph, working_dir, args.service_name)
     source = _read_files(args.config_file, os.environ.get("DYN_DEPLOYMENT_CONFIG", ""))
-    overrides = read_override([*args.set, *args.overrides, *_address_overrides(graph, args)])
-    deployment = deploy(graph, overrides.over(source))
+    changes = [*args.set, *args.overrides, *_address_overrides(graph, args)]
+    parts = None
+    if args.trace_out is not None:
+        parts = trace_parts(args.trace_out)
+        changes += _trace_overrides(graph, parts)
+    deployment = deploy(graph, read_override(changes).over(source))
     if args.dry_run:
         print(msgspec.json.format(msgspec.json.encode(dry_run(deployment, working_dir))).decode())
         return EXIT_OK
@@ -221,7 +240,17 @@ def _serve(args: argparse.Namespace) -> int:
 
     from graphs.launch import launch  # the other commands need no terminal library
 
-    return launch(deployment, working_dir, keep_going=args.keep_going, ready_file=args.ready_file)
+    if parts is not None:
+        shutil.rmtree(parts, ignore_errors=True)  # of a run that could not merge them
+    try:
+        return launch(
+            deployment, working_dir, keep_going=args.keep_going, ready_file=args.ready_file
+        )
+    finally:
+        if parts is not None:
+            told = merge_timeline(parts, args.trace_out)
+            shutil.rmtree(parts, ignore_errors=True)
+            print(told)
 
 
 def _read_files(files: Sequence[str], environment_text: str) -> Source:
@@ -234,6 +263,35 @@ def _address_overrides(graph: Graph, args: argparse.Namespace) -> list[str]:
     frontends = [component.name for component in graph.components if component.is_frontend]
     given = {"host": args.host, "port": args.port}
     return [f"{name}.{k}={v}" for name in frontends for k, v in given.items() if v is not None]
+
+
+def _trace_overrides(graph: Graph, parts: Path) -> list[str]:
+    workers = [c.name for c in graph.components if issubclass(c.config_type, Config)]
+    if not workers:
+        raise ConfigError(f"--trace-out: {graph.spec} has no prefill worker")
+    quoted = msgspec.json.encode(str(parts)).decode()  # YAML, whatever the path's letters
+    return [f"{name}.obs.trace_folder={quoted}" for name in workers]
+
+
+def trace_parts(file: Path) -> Path:
+    """Return where the parts of a timeline are kept until they are merged: beside it.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: {file.parent} is no folder")
+    return file.resolve().with_name(f"{file.name}.parts")
+
+
+def merge_timeline(parts: Path, file: Path) -> str:
+    """Merge the parts of a timeline; return what to tell of it."""
+    merged = merge_parts(parts, file)
+    lost = f"; {merged.dropped:,} older events were dropped" if merged.dropped else ""
+    return (
+        f"timeline: {file}, {merged.events:,} events of {merged.processes} processes{lost}; "
+        "open it in https://ui.perfetto.dev"
+    )
 
 
 def dry_run(deployment: Deployment, working_dir: Path) -> dict[str, Any]:
@@ -254,6 +312,29 @@ def dry_run(deployment: Deployment, working_dir: Path) -> dict[str, Any]:
         {"name": plan.name, "command": command_line(plan), "env": plan.env} for plan in plans
     ]
     return {"config": deployment.resolved(), "processes": processes}
+
+
+# ── timeline ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_timeline(commands: Any) -> None:
+    parser = commands.add_parser(
+        "timeline",
+        help="make a Perfetto trace of the parts in obs.trace_folder",
+        description=TIMELINE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    if not any(args.folder.glob("*/*.jsonl")):
+        raise ConfigError(f"{args.folder}: no parts of a timeline")
+    print(merge_timeline(args.folder, args.file))
+    return EXIT_OK
 
 
 # ── top ──────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from wavepp_worker.config.derive import balanced_layers
 from wavepp_worker.executor.ports import WaveChunk, WaveFenced
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
+from wavepp_worker.runtime.gaps import CopyMarks, WaveMarks
+from wavepp_worker.runtime.loop_timeline import Marks, new_marks
 from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
 from wavepp_worker.runtime.stage_work import StageWork
 from wavepp_worker.transport.activations import ActivationLink, join_store, open_store
@@ -31,7 +34,7 @@ B, BLOCKS, LAYERS, VOCAB = 8, 32, 3, 97
 DEADLINE_S = 60.0
 SPIN_CYCLES = 4_000_000_000  # about two seconds
 Stream = CpuStageStream | CudaStageStream
-Pipeline = Callable[[int], list[Stream]]
+Pipeline = Callable[..., list[Stream]]
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +63,26 @@ def pipeline(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pip
         pytest.skip("no CUDA device")
     opened: list[Stream] = []
 
-    def build(stages: int, timeout_s: float = 30.0) -> list[Stream]:
+    def build(stages: int, marks: Sequence[Marks | None] = (None,) * 3) -> list[Stream]:
         if kind == "cuda" and torch.cuda.device_count() < stages:
             pytest.skip(f"{stages} CUDA devices needed")
-        streams = open_pipeline(model_folder, kind, stages, timeout_s)
+        streams = open_pipeline(model_folder, kind, stages, 30.0, marks)
         opened.extend(streams)
         return streams
 
-    yield build  # type: ignore[misc]
+    yield build
     for stream in opened:
         stream.close()
         stream.close()  # closing twice is allowed
 
 
-def open_pipeline(folder: Path, kind: str, stages: int, timeout_s: float) -> list[Stream]:
+def open_pipeline(
+    folder: Path,
+    kind: str,
+    stages: int,
+    timeout_s: float,
+    marks: Sequence[Marks | None] = (None,) * 3,
+) -> list[Stream]:
     torch.set_num_threads(1)
     spec = read_spec(folder)
     counts = balanced_layers(LAYERS, stages)
@@ -98,7 +107,8 @@ def open_pipeline(folder: Path, kind: str, stages: int, timeout_s: float) -> lis
                 device=device,
             )
         work = StageWork(model, model.make_store(BLOCKS, B, host_blocks=BLOCKS), link)
-        streams[rank] = CudaStageStream(work) if kind == "cuda" else CpuStageStream(work)
+        made = CudaStageStream if kind == "cuda" else CpuStageStream
+        streams[rank] = made(work, marks[rank])
 
     threads = [threading.Thread(target=open_stage, args=(rank,)) for rank in range(stages)]
     for thread in threads:
@@ -342,6 +352,41 @@ def test_many_more_waves_than_buffers_can_be_enqueued(pipeline: Pipeline) -> Non
     times = streams[1].times
     assert times.forward_s > 0
     assert times.gap_s >= times.receive_wait_s
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_marks_say_when_each_wave_and_each_copy_ran(pipeline: Pipeline, stages: int) -> None:
+    marks = [new_marks() for _ in range(stages)]
+    opened_at = time.monotonic()
+    streams = pipeline(stages, marks)
+    tokens = prompt(24)
+    for wave in range(1, 4):
+        run_everywhere(streams, wave, [(1, tokens, 8 * wave - 8, 8 * wave, TABLES[0])])
+        if wave == 2:
+            time.sleep(0.05)  # the third one is launched when the device has stood still
+    for stream in streams:
+        await_fences(stream, 3)
+        stream.copy((Copy("offload", 0, 3, 2), Copy("offload", 0, 9, 3), Copy("onboard", 0, 2, 5)))
+    run_everywhere(streams, 4, [(2, prompt(4), 0, 4, TABLES[1])])
+    for rank, stream in enumerate(streams):
+        await_fences(stream, 1)
+        closed_at = time.monotonic()
+        waves = [mark for mark in marks[rank] if isinstance(mark, WaveMarks)]
+        (copies,) = [mark for mark in marks[rank] if isinstance(mark, CopyMarks)]
+        assert [each.wave for each in waves] == [1, 2, 3, 4]
+        steps = [opened_at]
+        for each in waves:
+            steps += [
+                each.asked_at, each.received_at, each.began_at, each.ended_at, each.sent_at,
+            ]  # fmt: skip
+        steps.append(closed_at)
+        assert steps == sorted(steps)
+        forward_s = sum(each.ended_at - each.began_at for each in waves)
+        assert forward_s == pytest.approx(stream.times.forward_s, abs=1e-6)
+        gap_s = sum(b.began_at - a.ended_at for a, b in pairwise(waves))
+        assert gap_s == pytest.approx(stream.times.gap_s, abs=2e-3)
+        assert (copies.offloads, copies.onboards) == (2, 1)
+        assert waves[2].ended_at <= copies.began_at <= copies.ended_at <= closed_at
 
 
 def test_a_failed_wave_is_reported_and_nothing_runs_after_it(pipeline: Pipeline) -> None:

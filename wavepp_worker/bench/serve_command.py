@@ -70,6 +70,8 @@ def add_serve_bench(benches: Any) -> None:
     add("--token-range", default="100:20000", metavar="LOW:HIGH", help="default: %(default)s")
     add("--seed", type=int, default=1, help="default: %(default)s")
     add("--json", metavar="FILE", type=Path, help="write the summary here")
+    add("--trace-out", metavar="FILE", type=Path,
+        help="write a timeline of the started graph here, for https://ui.perfetto.dev")  # fmt: skip
     add("--requests-out", metavar="FILE", type=Path, help="write one JSON line per request here")
     parser.set_defaults(run=run_serve_bench)
 
@@ -78,6 +80,8 @@ def run_serve_bench(args: argparse.Namespace) -> int:
     """Run the benchmark; return the exit status: 1 if any request failed."""
     if bool(args.url) == bool(args.config_file):
         raise ConfigError("give either --url of a running API or -f FILE to start a graph")
+    if args.trace_out is not None and args.url:
+        raise ConfigError("--trace-out needs a graph of its own: -f FILE")
     if args.rate is not None and args.rate <= 0:
         raise ConfigError("--rate is a number of requests per second")
     if args.time_scale is not None and args.trace is None:
@@ -212,7 +216,8 @@ def machine_facts() -> dict[str, Any]:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that shape the run, without paths of this machine."""
     kept = dict(vars(args))
-    for name in ("run", "command", "bench", "json", "requests_out", "overrides", "metrics", "url"):
+    for name in ("run", "command", "bench", "json", "requests_out", "trace_out", "overrides",
+                 "metrics", "url"):  # fmt: skip
         kept.pop(name, None)
     kept["config_file"] = [Path(name).name for name in args.config_file]
     kept["trace"] = args.trace.name if args.trace else None
@@ -230,6 +235,8 @@ def _started_graph(args: argparse.Namespace) -> Iterator[tuple[str, tuple[str, .
         for change in args.set:
             command += ["--set", change]
         command += ["--ready-file", str(ready_file)]
+        if args.trace_out is not None:
+            command += ["--trace-out", str(args.trace_out)]
         print("• starting the graph", file=sys.stderr)
         with log_file.open("wb") as log:
             graph = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

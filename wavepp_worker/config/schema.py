@@ -174,6 +174,9 @@ class ObsConfig(Section, frozen=True):
     """Processes report changed counters this often."""
     slow_request_s: PositiveFloat = 60.0
     """A request that takes longer than this is told in the log, phase by phase."""
+    trace_folder: str = ""
+    """Prefill worker: folder for the parts of a timeline, at most 64 MiB per process; `serve
+    --trace-out` sets it.  Empty: none."""
 
 
 class DebugConfig(Section, frozen=True):

@@ -32,6 +32,7 @@ class RunWave(Struct, frozen=True):
 
     wave: int
     chunks: tuple[WaveChunk, ...]
+    budget: int  # tokens that the planner allowed
     # As many `RunCopies`, counted from the first ever, are done before it starts; later ones, of
     # Installs that the wave does not need, may still be under way.  [I47]
     copies_before: int = 0

@@ -228,7 +228,7 @@ class StageQueue:
         chunks = tuple(self._advance(span) for span in header.spans)
         # Counts rise with ino, so the most is what the largest ino needs.
         copies_before = max(self._requests[span.rid].copies_before for span in header.spans)
-        return RunWave(header.wave, chunks, copies_before)
+        return RunWave(header.wave, chunks, header.budget, copies_before)
 
     def _advance(self, span: SpanEntry) -> WaveChunk:
         """Check one span against this rank's own position, and move it.  [I41]"""

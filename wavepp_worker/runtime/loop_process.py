@@ -36,8 +36,10 @@ from wavepp_worker.executor.commands import (
 )
 from wavepp_worker.executor.events import HoldEnded, LoopEvent, Tick
 from wavepp_worker.executor.loop import LoopMachine, LoopSettings
+from wavepp_worker.obs.timeline import open_recorder
 from wavepp_worker.planner.choose import make_planner, planner_settings
 from wavepp_worker.runtime.boot import Boot, alive_interval_s, begin_child, loop_address
+from wavepp_worker.runtime.loop_timeline import LoopTimeline
 from wavepp_worker.transport.sockets import (
     Context,
     Socket,
@@ -130,7 +132,11 @@ class LoopSockets:
 
 
 class LoopDriver:
-    """Feeds a LoopMachine from the poll set and performs its commands."""
+    """Feeds a LoopMachine from the poll set and performs its commands.
+
+    Args:
+        timeline: looks at everything that passes through; None: nobody wants one.
+    """
 
     def __init__(
         self,
@@ -142,6 +148,7 @@ class LoopDriver:
         stats_interval_s: float,
         alive_interval_s: float,
         silence_s: float,
+        timeline: LoopTimeline | None = None,
     ) -> None:
         self._rank = rank
         self._machine = machine
@@ -149,6 +156,7 @@ class LoopDriver:
         self._sockets = sockets
         self._stats_interval_s = stats_interval_s
         self._alive_interval_s = alive_interval_s
+        self._timeline = timeline
         self._alive_due_at = Instant(0.0)
         self._silence_s = silence_s
         self._wave_heard_at: Instant | None = None  # WAVE serves when all ranks have started
@@ -180,6 +188,8 @@ class LoopDriver:
             self._handle(Tick(), now)
             self._report_stats(now)
             self._watch_wave(now)
+            if self._timeline is not None:
+                self._timeline.look(now)
 
     def _timeout_ms(self) -> int:
         """Return how long to sleep if nothing happens; rounded up, so that deadlines have come."""
@@ -202,7 +212,11 @@ class LoopDriver:
             self._handle(message, now)
 
     def _handle(self, event: LoopEvent, now: Instant) -> None:
+        if self._timeline is not None:
+            self._timeline.take(event, now)
         for command in self._machine.handle(event, now):
+            if self._timeline is not None:
+                self._timeline.perform(command, now)
             self._perform(command, now)
 
     def _perform(self, command: LoopCommand, now: Instant) -> None:
@@ -284,6 +298,10 @@ def run_loop(
     )
     planner = make_planner(planner_settings(config, plan)) if rank == LEADER else None
     machine = LoopMachine(settings, planner)
+    recorder = open_recorder(
+        config.obs.trace_folder, worker=boot.parent_pid, role="loop", rank=rank
+    )
+    timeline = None if recorder is None else LoopTimeline(recorder, stage.marks)
     driver = LoopDriver(
         rank,
         machine,
@@ -292,10 +310,15 @@ def run_loop(
         stats_interval_s=config.obs.stats_interval_s,
         alive_interval_s=alive_interval_s(config),
         silence_s=config.transport.collective_timeout_s,
+        timeline=timeline,
     )
     sockets.tell_wave(LoopReady(stage.windows))
     logger.info("ready rank=%d slots=%s", rank, [window.slots for window in stage.windows])
-    driver.serve()
+    try:
+        driver.serve()
+    finally:
+        if timeline is not None:
+            timeline.close(time.monotonic())
     stage.close()
 
 

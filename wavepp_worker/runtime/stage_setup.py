@@ -21,6 +21,7 @@ from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
 from wavepp_worker.runtime.host_memory import available_bytes
+from wavepp_worker.runtime.loop_timeline import Marks, new_marks
 from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
 from wavepp_worker.runtime.stage_work import StageWork
 from wavepp_worker.transfer.desk import HoldDesk
@@ -43,6 +44,7 @@ class Stage:
     stream: CpuStageStream | CudaStageStream
     desk: HoldDesk
     windows: tuple[WindowReport, ...]
+    marks: Marks | None = None  # what the stream tells a timeline
 
     def close(self) -> None:
         """Stop both.  Idempotent."""
@@ -128,8 +130,9 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
         context=context,
     )
     work = StageWork(model, kv_store, link)
-    stream = CudaStageStream(work) if device.type == "cuda" else CpuStageStream(work)
-    return Stage(stream, desk, (WindowReport("attention", blocks, on_host),))
+    marks = new_marks() if config.obs.trace_folder else None
+    kind = CudaStageStream if device.type == "cuda" else CpuStageStream
+    return Stage(kind(work, marks), desk, (WindowReport("attention", blocks, on_host),), marks)
 
 
 def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.device:

@@ -23,6 +23,9 @@ from torch import Tensor
 from wavepp_worker.base.errors import describe
 from wavepp_worker.executor.ports import WaveChunk, WaveFenced
 from wavepp_worker.model.metadata import WaveBatch, build_batch
+from wavepp_worker.runtime.device_clock import DeviceClock
+from wavepp_worker.runtime.gaps import CopyMarks, WaveMarks
+from wavepp_worker.runtime.loop_timeline import Marks
 from wavepp_worker.runtime.stage_work import (
     Answer,
     Doorbell,
@@ -51,10 +54,14 @@ class CpuStageStream:
     """A compute thread with blocking gloo hops, and a copy thread beside it.
 
     The caller's thread stays free for sockets.
+
+    Args:
+        marks: told what the thread did and when; None: nobody wants to know.
     """
 
-    def __init__(self, work: StageWork) -> None:
+    def __init__(self, work: StageWork, marks: Marks | None = None) -> None:
         self._work = work
+        self._marks = marks
         self._waves: SimpleQueue[_Wave | None] = SimpleQueue()
         self._batches: SimpleQueue[Sequence[Copy] | None] = SimpleQueue()
         self._changed = threading.Condition()  # guards the next three
@@ -62,6 +69,7 @@ class CpuStageStream:
         self._copies_done = 0
         self._is_failed = False
         self._wave = 0  # begun last
+        self._copying: tuple[tuple[float, float], ...] = ()  # how long copies kept it waiting
         self._bell = Doorbell()
         self._forward_ended_at: float | None = None
         self.times = StreamTimes()
@@ -122,7 +130,10 @@ class CpuStageStream:
     def _copy(self) -> None:
         """Run batches in order until the closing None or the first error."""
         while (copies := self._batches.get()) is not None and not self._is_failed:
+            began_at = time.monotonic()
             self._work.copy(copies, self.times)
+            if self._marks is not None:
+                self._marks.append(copy_marks(copies, began_at))
             with self._changed:
                 self._copies_done += 1
                 self._changed.notify_all()
@@ -140,8 +151,12 @@ class CpuStageStream:
 
     def _await_copies(self, count: int) -> bool:
         """Wait until so many batches are done; return False if there will not be so many."""
+        self._copying = ()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_failed or self._copies_done >= count)
+            if self._copies_done < count:
+                began_at = time.monotonic()
+                self._changed.wait_for(lambda: self._is_failed or self._copies_done >= count)
+                self._copying = ((began_at, time.monotonic()),)
             return not self._is_failed
 
     def _look_ahead(self, ahead: deque[_Wave | None]) -> None:
@@ -169,6 +184,18 @@ class CpuStageStream:
         self._forward_ended_at = time.monotonic()
         self.times.forward_s += self._forward_ended_at - began_at
         work.send(outputs)
+        if self._marks is not None:
+            self._marks.append(
+                WaveMarks(
+                    wave=job.wave,
+                    asked_at=began_at if inputs is None else asked_at,
+                    received_at=began_at,
+                    began_at=began_at,
+                    ended_at=self._forward_ended_at,
+                    sent_at=time.monotonic(),
+                    copying=self._copying,
+                )
+            )
         if picked is None:
             return ()
         tokens, logprobs = picked
@@ -183,6 +210,9 @@ class _Launched:
     picked: Tensor | None  # f64 [2, L], pinned: tokens, logprobs
     began: Any
     ended: Any  # the fence
+    asked: Any = None  # the stream came to the wait for activations; with marks only, as below
+    received: Any = None
+    launched_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -208,13 +238,17 @@ class CudaStageStream:
     needs.  [algorithms 16.2]
 
     CI has no CUDA device.  The conformance suite passed on two H200s (torch 2.11, NCCL, one and
-    two stages), with copies on one H200 and one stage, when every wave still waited for all copies;
-    the events after copies, more stages, copies in several stages and a failing kernel have not
-    been run.
+    two stages), with copies and the events after them on one H200 and one stage; more stages,
+    copies in several stages and a failing kernel have not been run, nor have marks.
+
+    Args:
+        marks: told what the device did and when; None: nobody wants to know.
     """
 
-    def __init__(self, work: StageWork) -> None:
+    def __init__(self, work: StageWork, marks: Marks | None = None) -> None:
         self._work = work
+        self._marks = marks
+        self._clock = DeviceClock()
         self._waiting: deque[_Wave] = deque()
         self._launched: deque[_Launched] = deque()
         self._copied: deque[Any] = deque()  # events of batches that nobody has waited for yet
@@ -237,6 +271,7 @@ class CudaStageStream:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue cache copies."""
+        began_at = time.monotonic()
         with torch.cuda.stream(self._streams.copy):
             self._work.copy(copies, self.times)
             copied = _cuda.Event()
@@ -244,6 +279,8 @@ class CudaStageStream:
         self._copied.append(copied)
         while self._copied and self._copied[0].query():  # without waves they would pile up
             self._pass_copies()
+        if self._marks is not None:
+            self._marks.append(copy_marks(copies, began_at, is_enqueued=True))
 
     def poll(self) -> list[WaveFenced]:
         """Return the waves whose fence passed since the last call; launch what now fits."""
@@ -280,6 +317,9 @@ class CudaStageStream:
 
     def _enqueue(self, job: _Wave) -> _Launched:
         work, streams = self._work, self._streams
+        launched_at = time.monotonic()
+        asked = None if self._marks is None else _cuda.Event(enable_timing=True)
+        received = asked
         # On its own stream the receive starts now, not after the waves launched before it.
         with torch.cuda.stream(streams.receive):
             incoming = work.receive(job.chunks)
@@ -287,7 +327,12 @@ class CudaStageStream:
         ended = _cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(streams.compute):
             batch = build_batch(job.chunks, work.store.block_tokens, work.model.device)
+            if asked is not None:
+                asked.record()
             inputs = None if incoming is None else incoming.wait()
+            if asked is not None and incoming is not None:
+                received = _cuda.Event(enable_timing=True)
+                received.record()
             for tensor in (inputs or {}).values():
                 tensor.record_stream(streams.compute)
             copied = None
@@ -305,7 +350,39 @@ class CudaStageStream:
                 on_host.copy_(on_device, non_blocking=True)
             ended.record()
             work.send(outputs)
-        return _Launched(job.wave, batch, job.chunks, on_host, began, ended)
+        return _Launched(
+            job.wave, batch, job.chunks, on_host, began, ended, asked, received, launched_at
+        )
+
+    def _mark(self, launched: _Launched) -> None:
+        """Tell when a fenced wave ran."""
+        if self._marks is None:
+            return
+        receive_s = launched.asked.elapsed_time(launched.received) / 1e3
+        wait_s = launched.asked.elapsed_time(launched.began) / 1e3
+        forward_s = launched.began.elapsed_time(launched.ended) / 1e3
+        since_last_s = 0.0
+        if self._last_ended is not None:
+            since_last_s = self._last_ended.elapsed_time(launched.asked) / 1e3
+        asked_at, ended_at = self._clock.place(
+            launched_at=launched.launched_at,
+            seen_at=time.monotonic(),
+            since_last_s=since_last_s,
+            busy_s=wait_s + forward_s,
+        )
+        began_at = min(asked_at + wait_s, ended_at)
+        received_at = min(asked_at + receive_s, began_at)
+        self._marks.append(
+            WaveMarks(
+                wave=launched.wave,
+                asked_at=asked_at,
+                received_at=received_at,
+                began_at=began_at,
+                ended_at=ended_at,
+                sent_at=ended_at,
+                copying=((received_at, began_at),),
+            )
+        )
 
     def _pass_copies(self) -> Any:
         """Return the event of the oldest batch that nobody has waited for, and count it."""
@@ -313,6 +390,7 @@ class CudaStageStream:
         return self._copied.popleft()
 
     def _finish(self, launched: _Launched) -> tuple[Answer, ...]:
+        self._mark(launched)
         self.times.forward_s += launched.began.elapsed_time(launched.ended) / 1e3
         if self._last_ended is not None:
             self.times.gap_s += self._last_ended.elapsed_time(launched.began) / 1e3
@@ -331,3 +409,15 @@ class CudaStageStream:
                 event.synchronize()
             finally:
                 self._bell.ring()
+
+
+def copy_marks(copies: Sequence[Copy], began_at: float, *, is_enqueued: bool = False) -> CopyMarks:
+    """Return the marks of copies that have just been performed, or enqueued."""
+    offloads = sum(copy.kind == "offload" for copy in copies)
+    return CopyMarks(
+        began_at=began_at,
+        ended_at=time.monotonic(),
+        offloads=offloads,
+        onboards=len(copies) - offloads,
+        is_enqueued=is_enqueued,
+    )

@@ -58,10 +58,12 @@ from wavepp_worker.base.errors import PeerError, check
 from wavepp_worker.base.types import LEADER, Instant, Rank
 from wavepp_worker.cache.rank_cache import RankCache
 from wavepp_worker.cache.window import WindowSpec
+from wavepp_worker.obs.timeline import open_recorder
 from wavepp_worker.runtime.boot import Boot, alive_interval_s, begin_child
 from wavepp_worker.runtime.membership import Membership
 from wavepp_worker.runtime.wave_sockets import WaveSockets
 from wavepp_worker.runtime.wave_start import WaveStart
+from wavepp_worker.runtime.wave_timeline import WaveTimeline
 from wavepp_worker.transport.rounds_base import RoundsLink
 from wavepp_worker.wire.mailbox import (
     Admitting,
@@ -102,10 +104,18 @@ class WaveProcess:
 
     Args:
         start: has run; its result is `link`.
+        timeline: looks at everything that passes through; None: nobody wants one.
     """
 
     def __init__(
-        self, boot: Boot, rank: Rank, sockets: WaveSockets, link: RoundsLink, start: WaveStart
+        self,
+        boot: Boot,
+        rank: Rank,
+        sockets: WaveSockets,
+        link: RoundsLink,
+        start: WaveStart,
+        *,
+        timeline: WaveTimeline | None = None,
     ) -> None:
         self._rank = rank
         self._stages = boot.config.cluster.stages
@@ -113,6 +123,7 @@ class WaveProcess:
         self._stats_interval_s = boot.config.obs.stats_interval_s
         self._invariants = boot.config.debug.invariants
         self._sockets = sockets
+        self._timeline = timeline
         self._link = link
         self._early_frames = start.early_frames
         # Whoever this rank must hear of -> when it last did, on the monotonic clock.
@@ -156,6 +167,8 @@ class WaveProcess:
                 self._report_tree()
                 self._report_stats()
                 self._busy_seconds += time.monotonic() - began_at
+                if self._timeline is not None:
+                    self._timeline.flush_if_due(time.monotonic())
             else:
                 # select() keeps microseconds; rounds are 0.2 ms apart at least.
                 select.select(descriptors, [], [], self._sleep_s())
@@ -186,8 +199,11 @@ class WaveProcess:
 
     def _feed(self, event: OutsideEvent) -> None:
         if not self._is_over:
-            for command in self._inline.steps(event, Instant(time.monotonic())):
+            began_at = Instant(time.monotonic())
+            for command in self._inline.steps(event, began_at):
                 self._perform(command)
+            if self._timeline is not None:
+                self._timeline.took(event, began_at, time.monotonic())
 
     def _take_loop(self, message: LoopOutbound) -> None:
         match message:
@@ -221,6 +237,8 @@ class WaveProcess:
     # ── outward ──────────────────────────────────────────────────────────────────────────────
 
     def _perform(self, command: Outward) -> None:
+        if self._timeline is not None:
+            self._timeline.perform(command, time.monotonic())
         match command:
             case SendBroadcast() | SendGathered() | SendVote():
                 self._send_ranks(command)
@@ -326,7 +344,14 @@ def main(arguments: Sequence[str]) -> int:
             stack.callback(membership.close)
             start = WaveStart(boot, rank, sockets, membership)
             stack.callback(start.close)
-            WaveProcess(boot, rank, sockets, start.run(), start).serve()
+            recorder = open_recorder(
+                boot.config.obs.trace_folder, worker=boot.parent_pid, role="wave", rank=rank
+            )
+            timeline = None
+            if recorder is not None:
+                stack.callback(recorder.close)
+                timeline = WaveTimeline(recorder)
+            WaveProcess(boot, rank, sockets, start.run(), start, timeline=timeline).serve()
         except Exception as error:  # the process's top: record it, and let the worker fail
             logger.exception("wave%d failed", rank)
             sockets.report(Fatal(rank, "wave", f"{type(error).__name__}: {error}"))

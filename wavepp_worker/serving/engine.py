@@ -29,12 +29,14 @@ from wavepp_worker.config.load import load_config
 from wavepp_worker.config.schema import Config
 from wavepp_worker.obs.metrics import ServingMetrics
 from wavepp_worker.obs.spans import RequestSpans, spans_from_environment
+from wavepp_worker.obs.timeline import open_recorder
 from wavepp_worker.serving.chunks import cancelled_chunk, terminal_chunk
 from wavepp_worker.serving.errors import RequestTimeoutError, error_code, to_dynamo
 from wavepp_worker.serving.pipeline import Pipeline
 from wavepp_worker.serving.ranks import Launch, launch, read_plan
 from wavepp_worker.serving.registration import engine_config, worker_config
 from wavepp_worker.serving.request import RequestLimits, read_request
+from wavepp_worker.serving.request_timeline import RequestTimeline
 from wavepp_worker.serving.requests import LiveRequest
 from wavepp_worker.serving.stories import ServingStory, Stories
 from wavepp_worker.wire.mailbox import Finished
@@ -81,7 +83,9 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         self._launch = launch
         self._leave = leave
         self._metrics = ServingMetrics()
-        self._stories = Stories(self._metrics, logger, config.obs.slow_request_s, spans)
+        recorder = open_recorder(config.obs.trace_folder, worker=os.getpid(), role="serving")
+        timeline = None if recorder is None else RequestTimeline(recorder)
+        self._stories = Stories(self._metrics, logger, config.obs.slow_request_s, spans, timeline)
         self._pipeline: Pipeline | None = None
         self._limits: RequestLimits | None = None  # set once requests can be served
         self._leaving: asyncio.Task[None] | None = None

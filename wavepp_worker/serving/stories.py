@@ -15,6 +15,7 @@ from wavepp_worker.obs.metrics import ServingMetrics
 from wavepp_worker.obs.quiet import QuietLog
 from wavepp_worker.obs.spans import RecordedSpan, RequestSpans
 from wavepp_worker.obs.story import Story
+from wavepp_worker.serving.request_timeline import RequestTimeline
 from wavepp_worker.serving.requests import LiveRequest
 
 FLUSH_TIMEOUT_S = 1.0
@@ -35,6 +36,7 @@ class Stories:
     Args:
         slow_s: a request that takes longer is told in the log.
         spans: None: nobody collects traces.
+        timeline: None: nobody wants one.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Stories:
         logger: logging.Logger,
         slow_s: float,
         spans: RequestSpans | None,
+        timeline: RequestTimeline | None = None,
     ) -> None:
         self._metrics = metrics
         self._logger = logger
         self._quiet = QuietLog(logger)
         self._slow_s = slow_s
         self._spans = spans
+        self._timeline = timeline
 
     def begin(self, request_id: str, headers: Mapping[str, str] | None) -> ServingStory:
         """A request has come.
@@ -62,6 +66,8 @@ class Stories:
         """The ranks were told of it."""
         story.live = live
         story.announced(live.rid, prompt_tokens, live.expected_tokens, time.monotonic())
+        if self._timeline is not None:
+            self._timeline.announced(story)
 
     def end(self, story: ServingStory, outcome: str) -> None:
         """It was served, or nobody waits for it any more."""
@@ -89,6 +95,8 @@ class Stories:
     async def close(self) -> None:
         """Send what is still to be sent, for a moment at most."""
         self._quiet.close()
+        if self._timeline is not None:
+            self._timeline.close()
         if self._spans is not None:
             sending = [asyncio.ensure_future(asyncio.to_thread(self._spans.close))]
             _, unsent = await asyncio.wait(sending, timeout=FLUSH_TIMEOUT_S)
@@ -100,6 +108,8 @@ class Stories:
         if story.live is not None and story.live.finished is not None:
             story.take(story.live.finished)
         story.end(outcome, time.monotonic())
+        if self._timeline is not None:
+            self._timeline.ended(story)
         self._metrics.requests.labels(outcome).inc()
 
     def _record(self, story: ServingStory, error: str) -> RecordedSpan | None:
@@ -110,5 +120,7 @@ class Stories:
     def _gone(self, story: ServingStory, span: RecordedSpan | None) -> None:
         hold = story.reach("hold", time.monotonic())
         self._metrics.note_phase(hold)
+        if self._timeline is not None:
+            self._timeline.held(story, hold)
         if span is not None:
             span.add(hold)

@@ -14,6 +14,7 @@ from tests.numerics.tiny import make_tiny_model
 from wavepp_worker import __version__
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.cli import dynamo_main, main, split_overrides
+from wavepp_worker.obs.timeline import open_recorder
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 DEMO = str(CONFIGS / "smollm2-cpu.yaml")
@@ -194,3 +195,36 @@ def test_help_teaches_by_example(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{command} graphs.disagg -f configs/smollm2-cpu.yaml" in capsys.readouterr().out
     assert main(["version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
+
+
+def test_trace_out_has_the_parts_written_beside_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = dry_run(capsys, "-f", DEMO, "--trace-out", str(tmp_path / "a #: b.json"))["config"]
+    assert config["PrefillWorker"]["obs"]["trace_folder"] == str(tmp_path / "a #: b.json.parts")
+    assert dry_run(capsys, "-f", DEMO)["config"]["PrefillWorker"]["obs"]["trace_folder"] == ""
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "missing" / "t.json")
+    text = refused(capsys, "serve", "graphs.disagg", "-f", DEMO, "--trace-out", missing)
+    assert "is no folder" in text
+    standin = "tests.integration.standin_graph"
+    text = refused(capsys, "serve", standin, "--trace-out", str(tmp_path / "t.json"))
+    assert "no prefill worker" in text
+    text = refused(capsys, "timeline", str(tmp_path), str(tmp_path / "t.json"))
+    assert "no parts of a timeline" in text
+    text = refused(capsys, "bench", "serve", "--url", "http://x/v1", "--trace-out", "t.json")
+    assert "--trace-out needs a graph of its own" in text
+
+
+def test_parts_of_a_run_become_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = open_recorder(str(tmp_path / "parts"), worker=1, role="loop")
+    assert made is not None
+    made.instant("requests", "install", 1.0)
+    made.close()
+    assert main(["timeline", str(tmp_path / "parts"), str(tmp_path / "t.json")]) == 0
+    assert "1 events of 1 processes" in capsys.readouterr().out
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]

@@ -112,7 +112,7 @@ def test_life_of_a_request_with_one_stage() -> None:
         admitted_at=98.0,
     )
     assert rig.send(install) == []
-    run = RunWave(1, (chunk(install, 4, 6, wants_token=True, sampling=sampling),))
+    run = RunWave(1, (chunk(install, 4, 6, wants_token=True, sampling=sampling),), 16)
     assert rig.tick() == [run]
     assert run.chunks[0].tokens == struct.pack("<6I", 4, 5, 6, 7, 8, 9)
     rig.now = 101.0
@@ -132,7 +132,9 @@ def test_requests_that_arrive_together_share_a_wave() -> None:
     first, second = make_install(1, 1, 5), make_install(2, 2, 6)
     rig.send(first, second)
     assert rig.tick() == [
-        RunWave(1, (chunk(first, 0, 5, wants_token=True), chunk(second, 0, 6, wants_token=True)))
+        RunWave(
+            1, (chunk(first, 0, 5, wants_token=True), chunk(second, 0, 6, wants_token=True)), 16
+        )
     ]
 
 
@@ -251,7 +253,7 @@ def test_a_header_waits_for_the_install_and_what_follows_waits_behind_it() -> No
     install = make_install(1, 7, 8, copies=COPIES)
     assert rig.send(install) == [
         RunCopies(COPIES),
-        RunWave(1, (chunk(install, 0, 8, wants_token=True),), copies_before=1),
+        RunWave(1, (chunk(install, 0, 8, wants_token=True),), 16, copies_before=1),
     ]
     assert rig.machine.stats()["wavepp_install_wait_seconds_total"] == 2.0
     assert rig.send(WaveFenced(1, ((7, 5, -1.0),))) == [
@@ -317,7 +319,7 @@ def test_a_cancelled_wave_in_flight_still_runs_before_freed() -> None:  # S2
     install = make_install(1, 7, 8)
     rig.send(install)
     run = rig.send(make_header(1, SpanEntry(7, 1, 0, 4, SPAN_FIRST)))
-    assert run == [RunWave(1, (chunk(install, 0, 4),))]
+    assert run == [RunWave(1, (chunk(install, 0, 4),), 16)]
     assert rig.send(Release(1, 7, 1)) == []
     assert rig.send(WaveFenced(1)) == [ToWave(WaveDone(1, ((7, 4),))), ToWave(Freed(7))]
 
@@ -326,7 +328,7 @@ def test_the_middle_stage_holds_but_neither_samples_nor_answers() -> None:
     rig = Rig(1, 3)
     install = make_install(1, 7, 8)
     assert rig.send(install, make_header(1, SpanEntry(7, 1, 0, 8, ONLY))) == [
-        RunWave(1, (chunk(install, 0, 8),))
+        RunWave(1, (chunk(install, 0, 8),), 16)
     ]
     assert rig.send(WaveFenced(1)) == [
         ToWave(WaveDone(1, ((7, 8),))),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from dynamo.llm.exceptions import HttpError, InvalidArgument
@@ -18,6 +20,7 @@ from wavepp_worker.cache.hashing import split_keys
 from wavepp_worker.config.schema import ObsConfig
 from wavepp_worker.obs.quiet import LINES_MAX
 from wavepp_worker.obs.spans import RequestSpans
+from wavepp_worker.obs.trace_file import merge_parts
 from wavepp_worker.serving.stories import FLUSH_TIMEOUT_S
 from wavepp_worker.wire.mailbox import Announce, Gone, KvDelta, Timeline
 
@@ -201,3 +204,25 @@ async def test_a_collector_that_is_away_does_not_hold_up_the_end() -> None:
     began = time.monotonic()
     await bench.engine.cleanup()
     assert FLUSH_TIMEOUT_S <= time.monotonic() - began < 5
+
+
+async def test_a_timeline_has_every_request(tmp_path: Path) -> None:
+    bench = Bench(make_config(obs=ObsConfig(trace_folder=str(tmp_path))))
+    await bench.start()
+    announce = await serve(bench, endpoint=4)
+    bench.ranks.say(Gone(announce.rid))
+    await bench.ranks.settle()
+    with pytest.raises(InvalidArgument):
+        await bench.ask([])
+    await bench.engine.cleanup()
+    merge_parts(tmp_path, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    begun = [event["name"] for event in trace if event["ph"] == "b"]
+    assert begun == [
+        "request 1", "hash", "queue", "lease", "wait", "execution", "handoff", "hold",
+    ]  # fmt: skip
+    ended = {event["name"]: event for event in trace if event["ph"] == "e"}
+    assert set(ended) == set(begun)
+    assert ended["request 1"]["args"] == {"outcome": "served", "endpoint": 4, "attempts": 3}
+    assert ended["request 1"]["ts"] == ended["handoff"]["ts"]
+    assert [event["name"] for event in trace if event["ph"] == "i"] == ["refused: empty_prompt"]
