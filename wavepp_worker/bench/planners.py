@@ -90,7 +90,7 @@ def compare(options: PlannerOptions, note: Callable[[str], None]) -> list[Planne
             count = max(REQUESTS_MIN, REQUESTS_PER_CLIENT * concurrency)
             for name in PLANNERS:
                 run = run_closed_loop(
-                    _planner(name, options),
+                    planner_of(name, options),
                     islice(load.prompts(options.block_tokens), count),
                     stages=options.stages,
                     time=options.time,
@@ -113,7 +113,8 @@ def compare(options: PlannerOptions, note: Callable[[str], None]) -> list[Planne
     return cells
 
 
-def _planner(name: str, options: PlannerOptions) -> WavePlanner:
+def planner_of(name: str, options: PlannerOptions) -> WavePlanner:
+    """Return a fresh planner of that name."""
     if name == "quadratic":
         # A lone prompt of x tokens attends x / 2 tokens on average.
         cost = PrefillCost(options.time.square_s / 2, options.time.linear_s)

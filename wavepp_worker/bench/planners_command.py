@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.sim.pipeline import StageTime
 
 PLANNERS_HELP = """\
 Compare planners in a simulated pipeline: greedy, MPU, gLLM's token throttling, SGLang's quadratic
@@ -51,20 +52,11 @@ def add_planners_bench(benches: Any) -> None:
 def run_planners_bench(args: argparse.Namespace) -> int:
     """Run the comparison; return the exit status."""
     from wavepp_worker.bench.planners import PlannerOptions, compare, render
-    from wavepp_worker.sim.pipeline import StageTime
 
-    time = StageTime(fixed_s=FIXED_S, linear_s=LINEAR_S, square_s=SQUARE_S)
-    if args.stage_time is not None:
-        try:
-            time = msgspec.json.decode(args.stage_time.read_bytes(), type=StageTime)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"--stage-time {args.stage_time}: {error}") from error
-    if min(time.fixed_s, time.linear_s, time.square_s) <= 0:
-        raise ConfigError(f"stage times are above 0, not {time}")
-    if not 0 < args.block_tokens <= args.wave_tokens_min <= args.wave_tokens_max:
-        raise ConfigError("block tokens <= smallest wave <= largest wave, all above 0")
-    if args.wave_tokens_min % args.block_tokens or args.wave_tokens_max % args.block_tokens:
-        raise ConfigError("wave sizes are multiples of --block-tokens")
+    time = read_stage_time(
+        args.stage_time, StageTime(fixed_s=FIXED_S, linear_s=LINEAR_S, square_s=SQUARE_S)
+    )
+    check_waves(args)
     if args.stages < 1:
         raise ConfigError("--stages is at least 1")
     options = PlannerOptions(
@@ -80,3 +72,28 @@ def run_planners_bench(args: argparse.Namespace) -> int:
         document = {"options": options, "cells": cells}
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
     return 0
+
+
+def read_stage_time(file: Path | None, default: StageTime) -> StageTime:
+    """Return what `wavepp bench stage` wrote, or the default without a file.
+
+    Raises:
+        ConfigError: unreadable, or a constant that is not above 0.
+    """
+    time = default
+    if file is not None:
+        try:
+            time = msgspec.json.decode(file.read_bytes(), type=StageTime)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--stage-time {file}: {error}") from error
+    if min(time.fixed_s, time.linear_s, time.square_s) <= 0:
+        raise ConfigError(f"stage times are above 0, not {time}")
+    return time
+
+
+def check_waves(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless block and wave sizes fit together."""
+    if not 0 < args.block_tokens <= args.wave_tokens_min <= args.wave_tokens_max:
+        raise ConfigError("block tokens <= smallest wave <= largest wave, all above 0")
+    if args.wave_tokens_min % args.block_tokens or args.wave_tokens_max % args.block_tokens:
+        raise ConfigError("wave sizes are multiples of --block-tokens")
