@@ -77,6 +77,8 @@ def add_ablate(commands: Any) -> None:
         help="default: measured 32; simulated 8 per client, 32 at least")  # fmt: skip
     add("--json", nargs="?", const="-", metavar="FILE",
         help="write the report here too; without FILE: on stdout, and no table")  # fmt: skip
+    add("--html", metavar="FILE", type=Path,
+        help="write a page with charts here; it loads nothing from anywhere")  # fmt: skip
     measured = parser.add_argument_group("measured").add_argument
     measured("-f", "--config-file", metavar="FILE", action="append", default=[],
              help="of the graph; repeatable")  # fmt: skip
@@ -119,6 +121,10 @@ def run_ablate(args: argparse.Namespace) -> int:
         print(render(report))
         if args.json:
             Path(args.json).write_text(document + "\n")
+    if args.html is not None:
+        from wavepp_worker.bench.ladder_page import ladder_page
+
+        args.html.write_text(ladder_page(report))
     for failure in report.failures:
         print(f"error: {failure}", file=sys.stderr)
     return 1 if report.failures else 0

@@ -144,6 +144,5 @@ def _facts(options: SimulatedOptions, costs: HostCosts) -> tuple[str, ...]:
         f"{pipeline.wave_tokens_max:,} tokens.",
         f"A rank's work to admit one prompt, {source}: {', '.join(works.values())}; "
         f"and {ROUNDS_PER_ADMISSION} rounds of {1e3 * options.round_s:.2f} ms.",
-        "The paper's ratios are of eight B300 GPUs and its own baseline; no constant here was "
-        "chosen to meet them.",
+        "No constant here was chosen to meet the paper's ratios.",
     )

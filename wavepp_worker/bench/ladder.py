@@ -153,7 +153,31 @@ def _ratio(values: dict[str, float], name: str, base: str | None) -> float | Non
 
 def render(report: LadderReport) -> str:
     """Return the report as text for a terminal."""
-    machine = report.machine
+    lines = [report.title, machine_text(report.machine), "", *_aligned(table_of(report)), ""]
+    lines += facts_of(report)
+    lines += [f"FAILED: {failure}" for failure in report.failures]
+    return "\n".join(lines)
+
+
+def machine_text(machine: Machine) -> str:
+    """Return one line about the machine."""
+    return (
+        f"{machine.cpus} cores, {machine.cpu_model}, {machine.python}, "
+        f"load average {machine.load_average:.1f}"
+    )
+
+
+def facts_of(report: LadderReport) -> list[str]:
+    """Return what a reader must know, the paper's own figures included."""
+    paper = PAPER.get((report.workload, report.concurrency), {})
+    if not paper:
+        return list(report.facts)
+    values = ", ".join(f"{name} {value:,.0f}" for name, value in paper.items())
+    return [*report.facts, f"The paper's served tok/s, on eight B300 GPUs: {values}."]
+
+
+def table_of(report: LadderReport) -> list[list[str]]:
+    """Return head and rows; a column is there if the run has figures for it."""
     has_good = any(figures.good_hit_share is not None for figures in report.rungs)
     has_busy = any(figures.busy_share is not None for figures in report.rungs)
     has_paper = (report.workload, report.concurrency) in PAPER
@@ -178,17 +202,7 @@ def render(report: LadderReport) -> str:
         if has_paper:
             row += [ratio_text(step.paper_to_first), ratio_text(step.paper_to_previous)]
         rows.append(row)
-    lines = [
-        report.title,
-        f"{machine.cpus} cores, {machine.cpu_model}, {machine.python}, "
-        f"load average {machine.load_average:.1f}",
-        "",
-        *_aligned(rows),
-        "",
-        *report.facts,
-        *(f"FAILED: {failure}" for failure in report.failures),
-    ]
-    return "\n".join(lines)
+    return rows
 
 
 def ratio_text(ratio: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,9 @@ from wavepp_worker.bench.ablate_simulated import (
 from wavepp_worker.bench.figures import Machine
 from wavepp_worker.bench.host_costs import STEPS, CostPoint, HostCost, HostCosts, fit_costs
 from wavepp_worker.bench.ladder import RUNGS, LadderReport, RungFigures, render, steps_of
+from wavepp_worker.bench.ladder_page import ladder_page
 from wavepp_worker.bench.planners import PlannerOptions
+from wavepp_worker.bench.svg import HEIGHT, WIDTH, bar_chart, line_chart, number_text
 from wavepp_worker.cli import main
 from wavepp_worker.sim.pipeline import Admission, Prompt, StageTime
 
@@ -163,11 +166,13 @@ def test_the_default_stage_is_the_one_in_the_results() -> None:
 def test_command_simulates_with_given_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    costs, out = tmp_path / "costs.json", tmp_path / "out.json"
+    costs, out, page = (tmp_path / name for name in ("costs.json", "out.json", "out.html"))
     costs.write_bytes(msgspec.json.encode(make_costs().by_mode))
     options = ["ablate", "--simulate", "--ranks", "2", "--requests", "8", "-c", "2"]
     options += ["--host-costs", str(costs)]
-    assert main([*options, "--workload", "cold-65k", "--json", str(out)]) == 0
+    given = [*options, "--workload", "cold-65k", "--json", str(out), "--html", str(page)]
+    assert main(given) == 0
+    assert "cold-65k" in page.read_text() and str(tmp_path) not in page.read_text()
     written = json.loads(out.read_bytes())
     assert written["kind"] == "simulated"
     assert [rung["rung"] for rung in written["rungs"]] == ["naive", "waves", "leases", "mpu"]
@@ -210,3 +215,51 @@ def test_costs_for_other_modes_are_refused(
         file.write_text(text)
         assert main(["ablate", "--simulate", "--host-costs", str(file)]) == 2
         assert "--host-costs" in capsys.readouterr().err
+
+
+def test_the_page_stands_alone_and_says_what_it_shows() -> None:
+    names = ("naive", "waves", "leases", "mpu")
+    rungs = [make_figures(name, 100.0 * (n + 1), busy_share=0.5) for n, name in enumerate(names)]
+    page = ladder_page(make_report(*rungs, facts=("<b>one</b> & two",)))
+    assert not re.search(r"https?:|//[a-z]|src=|href=|@import|url\(", page), "nothing is loaded"
+    assert page.startswith("<!doctype html>")
+    assert page.count("<svg") == page.count("</svg>") == 5
+    assert ">SIMULATED<" in page and page.count(", simulated") >= 4
+    assert "&lt;b&gt;one&lt;/b&gt; &amp; two" in page, "text cannot become markup"
+    assert "a &lt;model&gt;" in page
+    assert "paper, 8 x B300" in page and "211,214" in page
+    measured = ladder_page(
+        make_report(
+            make_figures("waves", 10.0, gap_s={"gap": 2.0}),
+            kind="measured",
+            workload="reuse",
+            failures=("naive: broke",),
+        )
+    )
+    assert "simulated" not in measured.partition("</style>")[2].lower()
+    assert "FAILED: naive: broke" in measured and "Stages stood still" in measured
+    assert "paper" not in measured
+
+
+def test_bars_are_as_high_as_their_values_and_none_leaves_a_gap() -> None:
+    chart = bar_chart("t", "s", ["a", "b"], {"one": [1.0, 2.0], "two": [None, 0.5]})
+    heights = [float(rect.attrib["height"]) for rect in chart.iter("rect")][:3]  # then the legend
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.11)
+    assert heights[2] == pytest.approx(heights[0] / 2, abs=0.11)
+    assert len(list(bar_chart("t", "s", ["a"], {"one": [None]}).iter("rect"))) == 0
+
+
+def test_lines_stay_inside_their_chart() -> None:
+    chart = line_chart("t", "%", "s", {"a": [(0.0, 0.0), (3.0, 100.0)], "b": [(7.9, 50.0)]})
+    for line in chart.iter("polyline"):
+        for pair in line.attrib["points"].split():
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= WIDTH and 0 <= y <= HEIGHT
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.123456, "0.123"), (1.5, "1.5"), (99.96, "100"), (211_214.4, "211,214")],
+)
+def test_numbers_on_charts_have_the_digits_that_count(value: float, text: str) -> None:
+    assert number_text(value) == text
