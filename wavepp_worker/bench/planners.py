@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Literal
 
 from msgspec import Struct
 
@@ -66,6 +67,7 @@ class PlannerOptions(Struct, frozen=True, kw_only=True):
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     admission_s: float = 0.005
     hop_s: float = 0.000_5
+    inflight: Literal["latest", "all"] = "latest"
     time: StageTime
 
 
@@ -129,6 +131,7 @@ def planner_of(name: str, options: PlannerOptions) -> WavePlanner:
             wave_tokens_max=options.wave_tokens_max,
             wave_tokens_min=options.wave_tokens_min,
             spans_max=options.spans_max,
+            inflight=options.inflight,
         )
     )
 

@@ -22,6 +22,7 @@ examples:
   wavepp bench planners
   wavepp bench planners --stages 4 --wave-tokens-min 1024
   wavepp bench planners --stage-time stage.json --json planners.json
+  wavepp bench planners --inflight all                   mpu counts every chunk in the ring
 """
 
 # One stage of eight, of a dense 70B-class model on a current data-centre GPU, by arithmetic:
@@ -43,6 +44,8 @@ def add_planners_bench(benches: Any) -> None:
     add("--wave-tokens-max", type=int, default=16_384, help="M; default: %(default)s")
     add("--wave-tokens-min", type=int, default=8_192, help="b_min; default: %(default)s")
     add("--block-tokens", type=int, default=64, help="B; default: %(default)s")
+    add("--inflight", choices=["latest", "all"], default="latest",
+        help="chunks in the ring that mpu counts; default: %(default)s")  # fmt: skip
     add("--stage-time", metavar="FILE", type=Path,
         help="JSON: fixed_s, linear_s, square_s; default: arithmetic for a 70B model")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help="also write every cell here")
@@ -64,6 +67,7 @@ def run_planners_bench(args: argparse.Namespace) -> int:
         block_tokens=args.block_tokens,
         wave_tokens_max=args.wave_tokens_max,
         wave_tokens_min=args.wave_tokens_min,
+        inflight=args.inflight,
         time=time,
     )
     cells = compare(options, lambda name: print(f"• {name}", file=sys.stderr))
