@@ -194,4 +194,4 @@ def _busy_share(reports: Sequence[ServeReport]) -> float | None:
     forward_s = sum(
         causes.get("forward", 0.0) for report in reports for causes in report.stage_seconds.values()
     )
-    return forward_s / stage_s if stage_s else None
+    return min(1.0, forward_s / stage_s) if stage_s else None

@@ -11,7 +11,7 @@ host costs from this machine, the length of a round from `wavepp bench admission
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from msgspec import Struct
@@ -83,7 +83,7 @@ def climb_simulated(
         command=command,
         machine=machine,
         rungs=tuple(rungs),
-        facts=_facts(options, costs),
+        facts=(*_facts(options, costs), *_busy_machine(costs, machine)),
         details={"options": options, "costs": costs.by_mode, "cost_points": costs.points},
     )
 
@@ -125,6 +125,14 @@ def _run(options: SimulatedOptions, costs: HostCosts, rung: Rung) -> RungFigures
         waves=run.waves,
         completion_s=completion,
     )
+
+
+def _busy_machine(costs: HostCosts, machine: Machine) -> Iterator[str]:
+    if costs.points and machine.load_average > machine.cpus:
+        yield (
+            f"This machine was busy (load average {machine.load_average:.1f} on {machine.cpus} "
+            "cores) while the work was measured: it is too high by about that factor."
+        )
 
 
 def _facts(options: SimulatedOptions, costs: HostCosts) -> tuple[str, ...]:

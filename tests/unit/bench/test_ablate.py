@@ -156,6 +156,16 @@ def test_simulated_ladder_is_deterministic_and_slow_admission_hurts_naive_alone(
     assert slow.rungs[1:] == report.rungs[1:]
 
 
+def test_costs_measured_on_a_busy_machine_are_called_so() -> None:
+    busy = msgspec.structs.replace(MACHINE, load_average=9.0)
+    point = CostPoint(1, 1, {})
+    measured = HostCosts(make_costs().by_mode, (point,))
+    for costs, machine, is_told in ((measured, busy, True), (measured, MACHINE, False),
+                                    (make_costs(), busy, False)):  # fmt: skip
+        report = climb_simulated(make_options(), costs, machine, "x", lambda _line: None)
+        assert ("was busy" in render(report)) == is_told
+
+
 def test_the_default_stage_is_the_one_in_the_results() -> None:
     file = Path(__file__).parents[3] / "docs/results/stage/llama-70b-stage-h200.json"
     measured = msgspec.json.decode(file.read_bytes(), type=StageTime)
