@@ -111,9 +111,15 @@ def run_ablate(args: argparse.Namespace) -> int:
         raise ConfigError("give either -f FILE to start graphs or --simulate")
     if min(args.concurrency, args.repeats) < 1 or (args.requests is not None and args.requests < 1):
         raise ConfigError("-c, --repeats and --requests are at least 1")
+    for name in (args.html, args.json):  # found now, not after all rungs have run
+        if name and not Path(name).parent.is_dir():
+            raise ConfigError(f"{name}: no such folder")
     # SIGTERM ends a run as Ctrl-C does: whatever was started is stopped in order.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report = _simulated(args) if args.simulate else _measured(args)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        report = _simulated(args) if args.simulate else _measured(args)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     document = msgspec.json.format(msgspec.json.encode(report)).decode()
     if args.json == "-":
         print(document)

@@ -208,6 +208,8 @@ def test_command_simulates_with_given_costs(
         ("--wave-tokens-min 100", "multiples"),
         ("--stage-time absent.json", "absent.json"),
         ("--host-costs absent.json", "absent.json"),
+        ("--html absent/page.html", "no such folder"),
+        ("--json absent/out.json", "no such folder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
