@@ -24,6 +24,7 @@ from graphs.preflight import preflight, visible_gpus
 from graphs.resolve import resolve
 from wavepp_worker import __version__
 from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.bench.ablate_command import add_ablate
 from wavepp_worker.bench.command import add_bench
 from wavepp_worker.config.json_schema import graph_schema, render, worker_schema
 from wavepp_worker.config.load import (
@@ -91,6 +92,7 @@ examples:
   wavepp print-schema                                        every key, its type and default
   wavepp bench idle                                          what the pipeline adds to a request
   wavepp bench serve -f configs/smollm2-cpu.yaml             throughput, latency, reuse, stage times
+  wavepp ablate --simulate --workload reuse-131k -c 8        what each of the paper's ideas adds
   wavepp sim --ranks 4 --hybrid                              try to break admission, in simulation
   wavepp top                                                 watch a running worker's stages
 
@@ -106,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(commands)
     _add_schema(commands)
     add_bench(commands)
+    add_ablate(commands)
     _add_top(commands)
     _add_timeline(commands)
     add_sim(commands)

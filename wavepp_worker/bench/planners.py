@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Literal
 
 from msgspec import Struct
 
@@ -66,6 +67,7 @@ class PlannerOptions(Struct, frozen=True, kw_only=True):
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     admission_s: float = 0.005
     hop_s: float = 0.000_5
+    inflight: Literal["latest", "all"] = "latest"
     time: StageTime
 
 
@@ -90,7 +92,7 @@ def compare(options: PlannerOptions, note: Callable[[str], None]) -> list[Planne
             count = max(REQUESTS_MIN, REQUESTS_PER_CLIENT * concurrency)
             for name in PLANNERS:
                 run = run_closed_loop(
-                    _planner(name, options),
+                    planner_of(name, options),
                     islice(load.prompts(options.block_tokens), count),
                     stages=options.stages,
                     time=options.time,
@@ -113,7 +115,8 @@ def compare(options: PlannerOptions, note: Callable[[str], None]) -> list[Planne
     return cells
 
 
-def _planner(name: str, options: PlannerOptions) -> WavePlanner:
+def planner_of(name: str, options: PlannerOptions) -> WavePlanner:
+    """Return a fresh planner of that name."""
     if name == "quadratic":
         # A lone prompt of x tokens attends x / 2 tokens on average.
         cost = PrefillCost(options.time.square_s / 2, options.time.linear_s)
@@ -128,6 +131,7 @@ def _planner(name: str, options: PlannerOptions) -> WavePlanner:
             wave_tokens_max=options.wave_tokens_max,
             wave_tokens_min=options.wave_tokens_min,
             spans_max=options.spans_max,
+            inflight=options.inflight,
         )
     )
 

@@ -39,6 +39,7 @@ class Target(Struct, frozen=True, kw_only=True):
     Attributes:
         url: of the API, e.g. http://127.0.0.1:8000/v1.
         metrics_urls: metrics pages of the prefill workers; () if unknown.
+        wants_token_ids: ask for the answer's token ids, in Dynamo's way; others may refuse it.
     """
 
     url: str
@@ -46,6 +47,7 @@ class Target(Struct, frozen=True, kw_only=True):
     output_tokens: int = 1
     timeout_s: float = 600.0
     metrics_urls: tuple[str, ...] = ()
+    wants_token_ids: bool = False
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class Answer(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     status: int = 200
     error: str = ""
+    token_ids: tuple[int, ...] = ()  # of the answer, if they were asked for and given
 
     @property
     def seconds(self) -> float:
@@ -139,20 +142,24 @@ class _Sender:
 
     async def _send(self, prompt: BenchPrompt) -> None:
         target = self._target
-        body = {
+        body: dict[str, Any] = {
             "model": target.model,
             "prompt": prompt.tokens,
             "max_tokens": target.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
         }
+        if target.wants_token_ids:
+            body["nvext"] = {"extra_fields": ["completion_token_ids"]}
         sent_s = time.monotonic() - self._began
         status, cached, error = 0, 0, ""
+        token_ids: tuple[int, ...] = ()
         try:
             async with self._session.post(f"{target.url}/completions", json=body) as reply:
                 status = reply.status
                 if status == 200:
-                    cached = cached_tokens(await reply.json())
+                    document = await reply.json()
+                    cached, token_ids = cached_tokens(document), answer_token_ids(document)
                 else:
                     error = f"HTTP {status}"
         except (aiohttp.ClientError, TimeoutError) as failure:
@@ -166,6 +173,7 @@ class _Sender:
             cached_tokens=cached,
             status=status,
             error=error,
+            token_ids=token_ids,
         )
         self.answers.append(answer)
         self._note(answer)
@@ -175,6 +183,11 @@ def cached_tokens(reply: dict[str, Any]) -> int:
     """Return what a completion's usage says of reuse; 0 if it says nothing."""
     details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
+
+
+def answer_token_ids(reply: dict[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of a completion; () if it says nothing of them."""
+    return tuple((reply.get("nvext") or {}).get("completion_token_ids") or ())
 
 
 async def find_model(url: str) -> str:
@@ -257,10 +270,6 @@ def summarize(
         },
         errors=errors,
     )
-
-
-def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    return {cause: value - before.get(cause, 0.0) for cause, value in now.items()}
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

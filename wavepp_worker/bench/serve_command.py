@@ -6,12 +6,8 @@ import argparse
 import asyncio
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +27,6 @@ examples:
   wavepp bench serve -f my.yaml --trace conversation.jsonl --trace-block-tokens 16 --time-scale 0.5
                         replays a Mooncake trace: 512 recorded tokens become 16, twice as fast
 """
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 60.0
 
 
 def add_serve_bench(benches: Any) -> None:
@@ -53,11 +47,7 @@ def add_serve_bench(benches: Any) -> None:
         help="metrics page of a prefill worker; repeatable; found by itself with -f")  # fmt: skip
     add("--model", default="", help="default: the only one served")
     add("--workload", choices=["cold", "reuse", "mixed"], default="cold")
-    add("--prompt-tokens", type=int, default=2048, help="default: %(default)s")
-    add("--reuse-share", type=float, default=0.9, help="of a reused prompt; default: %(default)s")
-    add("--families", type=int, default=4, help="shared prefixes; default: %(default)s")
-    add("--block-tokens", type=int, default=64,
-        help="cache block of the server, for what can be reused; default: %(default)s")  # fmt: skip
+    add_workload_options(add)
     add("--requests", type=int, default=64, help="default: %(default)s; of a trace: the first ones")
     add("--trace", metavar="FILE", type=Path, help="Mooncake JSONL instead of a workload")
     add("--trace-block-tokens", type=int, default=512,
@@ -66,14 +56,23 @@ def add_serve_bench(benches: Any) -> None:
     add("--rate", type=float, help="open loop: requests per second, evenly spaced")
     add("-c", "--concurrency", type=int, default=4, help="closed loop; default: %(default)s")
     add("--output-tokens", type=int, default=1, help="default: %(default)s")
-    add("--timeout-s", type=float, default=600.0, help="of one request; default: %(default)s")
-    add("--token-range", default="100:20000", metavar="LOW:HIGH", help="default: %(default)s")
-    add("--seed", type=int, default=1, help="default: %(default)s")
     add("--json", metavar="FILE", type=Path, help="write the summary here")
     add("--trace-out", metavar="FILE", type=Path,
         help="write a timeline of the started graph here, for https://ui.perfetto.dev")  # fmt: skip
     add("--requests-out", metavar="FILE", type=Path, help="write one JSON line per request here")
     parser.set_defaults(run=run_serve_bench)
+
+
+def add_workload_options(add: Any) -> None:
+    """Add what shapes the prompts of a workload, and how long one may take."""
+    add("--prompt-tokens", type=int, default=2048, help="default: %(default)s")
+    add("--reuse-share", type=float, default=0.9, help="of a reused prompt; default: %(default)s")
+    add("--families", type=int, default=4, help="shared prefixes; default: %(default)s")
+    add("--block-tokens", type=int, default=64,
+        help="cache block of the server, for what can be reused; default: %(default)s")  # fmt: skip
+    add("--token-range", default="100:20000", metavar="LOW:HIGH", help="default: %(default)s")
+    add("--seed", type=int, default=1, help="default: %(default)s")
+    add("--timeout-s", type=float, default=600.0, help="of one request; default: %(default)s")
 
 
 def run_serve_bench(args: argparse.Namespace) -> int:
@@ -89,17 +88,18 @@ def run_serve_bench(args: argparse.Namespace) -> int:
     warm_up, prompts = _prompts(args)
     if args.url:
         return _measure(args, args.url.rstrip("/"), tuple(args.metrics), warm_up, prompts)
-    with _started_graph(args) as (url, metrics):
+    from wavepp_worker.bench.serve_run import started_graph
+
+    print("• starting the graph", file=sys.stderr)
+    with started_graph(args.config_file, args.set, args.trace_out) as (url, metrics):
         return _measure(args, url, metrics, warm_up, prompts)
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    from wavepp_worker.bench.workload import Workload, read_trace, trace_prompts
+    from wavepp_worker.bench.workload import read_trace, trace_prompts
 
-    low, _, high = args.token_range.partition(":")
-    if not (low.isdigit() and high.isdigit()):
-        raise ConfigError(f"--token-range {args.token_range}: two numbers, as in 100:20000")
     if args.trace is not None:
+        low, high = _token_range(args)
         lines = read_trace(args.trace, args.requests)
         return [], list(
             trace_prompts(
@@ -108,22 +108,41 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
                 block_tokens=args.block_tokens,
                 time_scale=args.time_scale,
                 seed=args.seed,
-                token_low=int(low),
-                token_high=int(high),
+                token_low=low,
+                token_high=high,
             )
         )
-    load = Workload(
-        kind=args.workload,
+    load = workload_of(args, args.workload)
+    return load.warm_up(), list(load.prompts())
+
+
+def workload_of(args: argparse.Namespace, kind: str) -> Any:
+    """Return the `Workload` of that kind that the options describe.
+
+    Raises:
+        ConfigError: it makes no sense.
+    """
+    from wavepp_worker.bench.workload import Workload
+
+    low, high = _token_range(args)
+    return Workload(
+        kind=kind,
         prompt_tokens=args.prompt_tokens,
         requests=args.requests,
         reuse_share=args.reuse_share,
         families=args.families,
         block_tokens=args.block_tokens,
         seed=args.seed,
-        token_low=int(low),
-        token_high=int(high),
+        token_low=low,
+        token_high=high,
     )
-    return load.warm_up(), list(load.prompts())
+
+
+def _token_range(args: argparse.Namespace) -> tuple[int, int]:
+    low, _, high = args.token_range.partition(":")
+    if not (low.isdigit() and high.isdigit()):
+        raise ConfigError(f"--token-range {args.token_range}: two numbers, as in 100:20000")
+    return int(low), int(high)
 
 
 def _measure(
@@ -133,10 +152,8 @@ def _measure(
     warm_up: list[Any],
     prompts: list[Any],
 ) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from wavepp_worker.bench import serve
+    from wavepp_worker.bench.serve_run import measure
 
     model = args.model or asyncio.run(serve.find_model(url))
     target = serve.Target(
@@ -153,28 +170,10 @@ def _measure(
         ]
     if args.rate is not None or args.time_scale is not None:
         concurrency = None
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        if warm_up:
-            task = progress.add_task("warm-up", total=len(warm_up))
-            asyncio.run(
-                serve.drive(
-                    target, warm_up, concurrency=1, note=lambda _answer: progress.advance(task)
-                )
-            )
-        before = asyncio.run(serve.stage_seconds(metrics))
-        running = progress.add_task("requests", total=len(prompts))
-        answers = asyncio.run(
-            serve.drive(
-                target,
-                prompts,
-                concurrency=concurrency,
-                note=lambda _answer: progress.advance(running),
-            )
-        )
-        after = asyncio.run(serve.stage_seconds(metrics))
-    report = serve.summarize(answers, before, after)
+    measured = measure(target, warm_up, prompts, concurrency)
+    report = measured.report
     if args.requests_out is not None:
-        lines = b"".join(msgspec.json.encode(answer) + b"\n" for answer in answers)
+        lines = b"".join(msgspec.json.encode(answer) + b"\n" for answer in measured.answers)
         args.requests_out.write_bytes(lines)
     if args.json is not None:
         document = {"machine": machine_facts(), "options": _options(args), "report": report}
@@ -222,48 +221,3 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     kept["config_file"] = [Path(name).name for name in args.config_file]
     kept["trace"] = args.trace.name if args.trace else None
     return {name: value for name, value in kept.items() if value not in (None, [], "")}
-
-
-@contextmanager
-def _started_graph(args: argparse.Namespace) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Run `wavepp serve` for the time of the benchmark; yield (API, prefill metrics pages)."""
-    with tempfile.TemporaryDirectory(prefix="wavepp-bench-") as folder:
-        ready_file, log_file = Path(folder) / "ready.json", Path(folder) / "graph.log"
-        command = [sys.executable, "-m", "wavepp_worker", "serve", "graphs.disagg"]
-        for name in args.config_file:
-            command += ["-f", name]
-        for change in args.set:
-            command += ["--set", change]
-        command += ["--ready-file", str(ready_file)]
-        if args.trace_out is not None:
-            command += ["--trace-out", str(args.trace_out)]
-        print("• starting the graph", file=sys.stderr)
-        with log_file.open("wb") as log:
-            graph = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            yield _await_ready(graph, ready_file, log_file)
-        finally:
-            graph.terminate()
-            try:
-                graph.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                graph.kill()
-                graph.wait()
-
-
-def _await_ready(
-    graph: subprocess.Popen[bytes], ready_file: Path, log_file: Path
-) -> tuple[str, tuple[str, ...]]:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not ready_file.exists():
-        if graph.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-15:])
-            raise ConfigError(f"the graph did not start:\n{tail}")
-        time.sleep(0.1)
-    ready = msgspec.json.decode(ready_file.read_bytes())
-    metrics = tuple(
-        process["metrics_url"]
-        for process in ready["processes"]
-        if process["component"] == "PrefillWorker" and process["metrics_url"]
-    )
-    return ready["api_url"], metrics

@@ -119,6 +119,9 @@ class PlannerConfig(Section, frozen=True):
     """F: pipeline fills to keep queued, the one in the ring counted."""
     split_fraction_max: Annotated[float, Meta(ge=0, le=1)] = 0.125
     """Share of the work that a smaller budget may newly split once the ring is full."""
+    inflight: Literal["latest", "all"] = "latest"
+    """Chunks in the ring that count as work when a wave is sized: each request's latest, or all.
+    all keeps waves large with a few very long prompts."""
     lone_wait_ms: Annotated[float, Meta(ge=0)] = 1.0
     """T_lone: a small wave of one request waits so long for one that is being admitted."""
     emit_wait_ms: PositiveFloat = 5.0

@@ -25,6 +25,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True):
         wave_tokens_max, wave_tokens_min: M and b_min, tokens; multiples of `block_tokens`.
         fill_factor: F, pipeline fills kept queued, the one in the ring counted.
         spans_max: K.
+        inflight: what counts of a request's chunks in the ring.
     """
 
     kind: PlannerKind = "mpu"
@@ -34,6 +35,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True):
     wave_tokens_min: int
     fill_factor: int = 2
     split_fraction: float = 0.125
+    inflight: Literal["latest", "all"] = "latest"
     spans_max: int = 16
     lone_wait_s: float = 0.001
     emit_wait_s: float = 0.005
@@ -50,6 +52,7 @@ def planner_settings(config: Config, plan: Plan) -> PlannerSettings:
         wave_tokens_min=plan.wave_tokens_min,
         fill_factor=planner.fill_factor,
         split_fraction=planner.split_fraction_max,
+        inflight=planner.inflight,
         spans_max=config.admission.batch_requests_max,
         lone_wait_s=planner.lone_wait_ms / 1e3,
         emit_wait_s=planner.emit_wait_ms / 1e3,
@@ -76,6 +79,7 @@ def make_planner(settings: PlannerSettings) -> WavePlanner:
             rules=rules,
             spans_max=spans,
             block_tokens=block,
+            counts_ring=settings.inflight == "all",
             lone_wait_s=settings.lone_wait_s,
             emit_wait_s=settings.emit_wait_s,
         )

@@ -27,11 +27,13 @@ class MpuSettings(Struct, frozen=True, kw_only=True):
         spans_max: K, spans in one wave and lanes looked at.
         lone_wait_s: T_lone, longest wait of a lone small span for company.
         emit_wait_s: T_emit, longest time any optional delay holds runnable work back.
+        counts_ring: all chunks in the ring are work, not each request's latest alone.  [A21]
     """
 
     rules: BudgetRules
     spans_max: int
     block_tokens: int
+    counts_ring: bool = False
     lone_wait_s: float = 0.001
     emit_wait_s: float = 0.005
 
@@ -54,7 +56,8 @@ class MpuPlanner(LanePlanner):
         super().__init__(settings.spans_max, settings.block_tokens)
         self._settings = settings
         self._control = BudgetControl(settings.rules)
-        self._recent: dict[int, tuple[int, int]] = {}  # rid -> (wave, length) of its latest chunk
+        # (rid, wave or 0) -> (wave, length): chunks in the ring that count; 0: the latest replaces
+        self._recent: dict[tuple[int, int], tuple[int, int]] = {}
         self._decision: _Decision | None = None
         self._planned_wave = 0
         self._counts = {"lone_waits": 0, "deadline_waves": 0, "fragments_skipped": 0}
@@ -84,8 +87,10 @@ class MpuPlanner(LanePlanner):
     def accept(self, spans: tuple[PlannedSpan, ...]) -> None:
         """Advance the lanes of emitted spans, and only those.  [I35]"""
         super().accept(spans)
+        wave = self._planned_wave
         for span in spans:
-            self._recent[span.rid] = (self._planned_wave, span.length)
+            key = (span.rid, wave if self._settings.counts_ring else 0)
+            self._recent[key] = (wave, span.length)
         self._decision = None
 
     def next_deadline(self) -> Instant | None:
@@ -113,9 +118,9 @@ class MpuPlanner(LanePlanner):
     # ── parts ────────────────────────────────────────────────────────────────────────────────
 
     def _forget_retired(self, oldest_wave: int) -> None:
-        gone = [rid for rid, (wave, _) in self._recent.items() if wave < oldest_wave]
-        for rid in gone:
-            del self._recent[rid]
+        gone = [key for key, (wave, _) in self._recent.items() if wave < oldest_wave]
+        for key in gone:
+            del self._recent[key]
 
     def _decide(self, slot: WaveSlot) -> _Decision:
         """Return this wave's decision, made at the first call that finds work.  [A24]"""

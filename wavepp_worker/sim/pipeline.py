@@ -62,6 +62,7 @@ class Admission(Struct, frozen=True, kw_only=True):
         kind: batched, one or serial.
         latency_s: waiting for other ranks, per request.
         fixed_s, token_s: work of a rank, per request and per prompt token.
+        computed_token_s: work of a rank per token that is not reused, on top of that.
         wave_tokens: serial: lanes with fewer tokens cannot fill a wave.
     """
 
@@ -69,11 +70,13 @@ class Admission(Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
     fixed_s: float = 0.0
     token_s: float = 0.0
+    computed_token_s: float = 0.0
     wave_tokens: int = 0
 
     def work_s(self, prompt: Prompt) -> float:
         """Return a rank's work for one request."""
-        return self.fixed_s + self.token_s * prompt.tokens
+        computed = prompt.tokens - prompt.endpoint
+        return self.fixed_s + self.token_s * prompt.tokens + self.computed_token_s * computed
 
 
 class PipelineRun(Struct, frozen=True, kw_only=True):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from wavepp_worker.bench.planners import GRID, PLANNERS, PlannerOptions, compare, render
+from wavepp_worker.bench.ablate_simulated import H200_STAGE
+from wavepp_worker.bench.planners import (
+    GRID,
+    PLANNERS,
+    PlannerOptions,
+    compare,
+    planner_of,
+    render,
+)
 from wavepp_worker.bench.planners_command import FIXED_S, LINEAR_S, SQUARE_S
 from wavepp_worker.cli import main
 from wavepp_worker.planner.greedy import GreedyPlanner
@@ -80,6 +88,23 @@ def test_mpu_is_never_far_behind_greedy_and_far_ahead_with_little_work() -> None
             assert gain > 0.98, (load.name, concurrency, gain)
     assert rate["reuse-131k", 4, "mpu"] > 1.3 * rate["reuse-131k", 4, "greedy"]
     assert "reuse-131k" in render(cells)
+
+
+def test_counting_the_whole_ring_keeps_two_very_long_prompts_level_with_greedy() -> None:
+    """A21, where the rule loses: half-size waves fill the ring with half a prompt."""
+    load = next(load for load in GRID if load.name == "cold-262k")
+    time = H200_STAGE
+    rate = {}
+    for inflight in ("latest", "all"):
+        options = PlannerOptions(time=time, inflight=inflight)
+        for name in ("greedy", "mpu"):
+            done = run_closed_loop(
+                planner_of(name, options), islice(load.prompts(64), 32), stages=8, time=time,
+                concurrency=2, hop_s=options.hop_s,
+            )  # fmt: skip
+            rate[name, inflight] = done.prompt_tokens / done.seconds
+    assert rate["mpu", "latest"] < 0.92 * rate["greedy", "latest"]
+    assert rate["mpu", "all"] > 0.99 * rate["greedy", "all"]
 
 
 def test_the_command_reads_measured_constants_and_refuses_nonsense(

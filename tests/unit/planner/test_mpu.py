@@ -14,11 +14,15 @@ from wavepp_worker.planner.ports import PlannedSpan, WaveSlot
 M, B = 16_384, 64
 
 
-def make_planner(*, wave_min: int = 8_192, stages: int = 4, spans_max: int = 16) -> MpuPlanner:
+def make_planner(
+    *, wave_min: int = 8_192, stages: int = 4, spans_max: int = 16, counts_ring: bool = False
+) -> MpuPlanner:
     rules = BudgetRules(
         ladder=budget_ladder(M, wave_min, B), ring_waves=2 * stages, supply_waves=3 * stages
     )
-    return MpuPlanner(MpuSettings(rules=rules, spans_max=spans_max, block_tokens=B))
+    return MpuPlanner(
+        MpuSettings(rules=rules, spans_max=spans_max, block_tokens=B, counts_ring=counts_ring)
+    )
 
 
 def emit(planner: MpuPlanner, slot: WaveSlot) -> list[tuple[int, int, int]]:
@@ -163,6 +167,37 @@ def test_the_supply_of_waves_is_shown_while_there_is_work() -> None:
     assert stats["wavepp_planner_available_waves"] >= 40
     assert stats["wavepp_planner_decisions_total"] == 2
     assert stats["wavepp_planner_short_decisions_total"] == 1
+
+
+@pytest.mark.parametrize(("counts_ring", "budget_after"), [(False, 8_192), (True, M)])
+def test_two_long_prompts_keep_their_budget_if_the_whole_ring_counts(
+    counts_ring: bool, budget_after: int
+) -> None:
+    """A21: one prompt in the ring, one to come, eight full waves each; S = 12, R = 8.
+
+    With a chunk per request the supply looks like nine waves at most, and the budget halves.
+    """
+    planner = make_planner(counts_ring=counts_ring)
+    planner.add_lane(1, 0, 8 * M)
+    wave = 0
+    for rid in range(2, 6):  # the first two arrive together, later ones when one has been emitted
+        planner.add_lane(rid, 0, 8 * M)
+        while planner.lane_count() > (rid == 2):
+            wave += 1
+            emit(planner, WaveSlot(wave, max(1, wave - 7), 0, Instant(float(wave))))
+    assert planner.stats()["wavepp_planner_budget_tokens"] == budget_after
+
+
+def test_chunks_of_retired_waves_count_no_longer() -> None:
+    """A21: eight chunks count while they are in the ring, and none when it is empty."""
+    planner = make_planner(counts_ring=True)
+    planner.add_lane(1, 0, 20 * M)
+    for wave in range(1, 9):
+        emit(planner, WaveSlot(wave, 1, 0, Instant(float(wave))))
+    planner.remove_lane(1)
+    planner.add_lane(2, 0, M)
+    emit(planner, WaveSlot(9, 9, 0, Instant(9.0)))  # the ring is empty: the target is adopted
+    assert planner.stats()["wavepp_planner_budget_tokens"] == 8_192
 
 
 @pytest.mark.parametrize("seed", range(60))
