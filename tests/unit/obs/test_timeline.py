@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 from pathlib import Path
@@ -140,6 +141,8 @@ def test_it_writes_about_once_a_second(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_timeline_and_not_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # Tools that run in the same process may have disabled the loggers they found.
+    monkeypatch.setattr(logging.getLogger("wavepp_worker.obs.timeline"), "disabled", False)
     made = recorder(tmp_path)
 
     def full(_descriptor: int, _data: bytes) -> int:
