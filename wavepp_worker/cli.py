@@ -20,6 +20,7 @@ import msgspec
 from graphs.deployment import Deployment, Folders, command_line, deploy, process_plans
 from graphs.graph import Graph, ServiceArgs
 from graphs.preflight import preflight, visible_gpus
+from graphs.render_command import add_render
 from graphs.resolve import resolve
 from wavepp_worker import __version__
 from wavepp_worker.base.errors import ConfigError
@@ -77,6 +78,7 @@ examples:
   wavepp serve graphs.disagg -f configs/smollm2-cpu.yaml     start everything and chat
   wavepp check-config configs/smollm2-cpu.yaml               find mistakes before a start
   wavepp print-schema                                        every key, its type and default
+  wavepp render graphs.disagg -f my.yaml --kubernetes ...    manifests for Dynamo's operator
   wavepp bench idle                                          what the pipeline adds to a request
   wavepp bench serve -f configs/smollm2-cpu.yaml             throughput, latency, reuse, stage times
   wavepp sim --ranks 4 --hybrid                              try to break admission, in simulation
@@ -93,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     _add_check(commands)
     _add_schema(commands)
+    add_render(commands)
     add_bench(commands)
     _add_top(commands)
     add_sim(commands)
@@ -124,7 +127,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     try:
         plain, overrides = split_overrides(argv)
         args = parser.parse_args(plain)
-        if overrides and args.command != "serve":
+        if overrides and args.command not in ("serve", "render"):
             raise ConfigError(f"{args.command} takes no --{overrides[0].partition('=')[0]}")
         args.overrides = overrides
         return int(args.run(args) or EXIT_OK)
