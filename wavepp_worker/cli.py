@@ -19,6 +19,7 @@ import msgspec
 
 from graphs.deployment import Deployment, Folders, command_line, deploy, process_plans
 from graphs.graph import Graph, ServiceArgs
+from graphs.plan_command import add_plan
 from graphs.preflight import preflight, visible_gpus
 from graphs.render_command import add_render
 from graphs.resolve import resolve
@@ -79,6 +80,7 @@ examples:
   wavepp check-config configs/smollm2-cpu.yaml               find mistakes before a start
   wavepp print-schema                                        every key, its type and default
   wavepp render graphs.disagg -f my.yaml --kubernetes ...    manifests for Dynamo's operator
+  wavepp plan MODEL --gpus 4 --gpu-memory 80GiB              what fits: cache, waves, headroom
   wavepp bench idle                                          what the pipeline adds to a request
   wavepp bench serve -f configs/smollm2-cpu.yaml             throughput, latency, reuse, stage times
   wavepp sim --ranks 4 --hybrid                              try to break admission, in simulation
@@ -96,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(commands)
     _add_schema(commands)
     add_render(commands)
+    add_plan(commands)
     add_bench(commands)
     _add_top(commands)
     add_sim(commands)
