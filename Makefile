@@ -3,6 +3,7 @@
 # make slow     the tests that need the demo model or minutes
 # make check    lint, types, layers
 # make mutants  plant one-line faults in the core and show that a test sees each
+# make manifests  render configs/kubernetes again, after a change of what it is made of
 # make clean    remove the virtual environment (the model in the cache stays)
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ export UV_SYSTEM_CERTS ?= $(if $(wildcard /etc/ssl/certs/ca-certificates.crt),tr
 # The locks are complete, so nothing is resolved.  uv is the fast way, pip the sure one.
 INSTALL := $(SHELL) -c '$(PY) -m uv pip install -q --python $(PY) --no-deps "$$@" || $(PIP) install -q --no-deps "$$@"' install
 
-.PHONY: serve test slow check schema mutants services clean
+.PHONY: serve test slow check schema manifests mutants services clean
 
 serve: $(VENV)/.run $(MODEL)/model.safetensors
 	@$(VENV)/bin/dynamo serve graphs.disagg -f configs/smollm2-cpu.yaml \
@@ -44,6 +45,10 @@ mutants: $(VENV)/.test
 
 schema: $(VENV)/.run
 	@$(VENV)/bin/wavepp print-schema > configs/schema.json
+
+manifests: $(VENV)/.run
+	@for page in configs/kubernetes/*/README.md; do \
+	  PATH="$(VENV)/bin:$$PATH" $(SHELL) -ec "$$(grep '^wavepp render' $$page)"; done
 
 # Some tests run on etcd and NATS; without the two servers they are skipped.
 services:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from graphs.graph import Component, ServiceArgs, Settings
+from graphs.graph import Component, Pod, ServiceArgs, Settings
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import derive
 from wavepp_worker.config.schema import Config, DecodeConfig, FrontendConfig, ModelConfig
 from wavepp_worker.model.spec import model_folder, read_facts
+
+OPERATOR_HTTP_PORT = 8000  # its Service, container port and probes of a frontend
 
 
 def served_name(chosen: str, model: ModelConfig) -> str:
@@ -36,6 +38,40 @@ def frontend_arguments(settings: FrontendConfig, _file: str) -> tuple[str, ...]:
 def config_argument(_settings: Settings, file: str) -> tuple[str, ...]:
     """Return the arguments of a worker of ours."""
     return ("--config", file)
+
+
+def frontend_pod(settings: FrontendConfig) -> Pod:
+    """Return the frontend as Dynamo's operator expects it: on every address, port 8000."""
+    everywhere = msgspec.structs.replace(settings, host="0.0.0.0", port=OPERATOR_HTTP_PORT)
+    return Pod(name="Frontend", kind="frontend", settings=everywhere)
+
+
+def prefill_pod(settings: Config) -> Pod:
+    """Return one worker: P stages in one pod, reachable by decode at the pod's address."""
+    cluster = settings.cluster
+    devices = cluster.devices or ("cuda",) * cluster.stages
+    return Pod(
+        name=settings.serving.component,
+        kind="prefill",
+        settings=settings,
+        gpus=sum(device.startswith("cuda") for device in devices),
+        cpus=cluster.stages * (cluster.threads + 1) + 1,  # LOOP and WAVE per stage; serving
+        arguments=("--set", "cluster.host=$(POD_IP)"),
+        start_s=cluster.start_timeout_s,
+        silence_s=max(settings.executor.stall_timeout_s, settings.transport.collective_timeout_s),
+        drain_s=settings.transfer.hold_s,
+    )
+
+
+def decode_pod(settings: DecodeConfig) -> Pod:
+    """Return one reference decode worker."""
+    return Pod(
+        name=settings.component,
+        kind="decode",
+        settings=settings,
+        gpus=int(settings.device in ("", "cuda") or settings.device.startswith("cuda:")),
+        cpus=settings.threads + 1,
+    )
 
 
 def check_prefill(settings: Config) -> None:
@@ -76,6 +112,7 @@ PrefillWorker = Component(
     arguments=config_argument,
     model_name=lambda s: served_name(s.serving.served_model_name, s.model),
     check=check_prefill,
+    pod=prefill_pod,
 )
 
 DecodeWorker = Component(
@@ -86,6 +123,7 @@ DecodeWorker = Component(
     arguments=config_argument,
     model_name=lambda s: served_name(s.served_model_name, s.model),
     check=check_decode,
+    pod=decode_pod,
 )
 
 Frontend = Component(
@@ -95,6 +133,7 @@ Frontend = Component(
     module="dynamo.frontend",
     arguments=frontend_arguments,
     address=lambda s: (s.host, s.port),
+    pod=frontend_pod,
     is_frontend=True,
     needs=(DecodeWorker, PrefillWorker),
 )

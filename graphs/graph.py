@@ -11,7 +11,7 @@ The component that no other needs is the graph's root.  `graphs.resolve` finds i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -42,6 +42,32 @@ class ServiceArgs(Section, frozen=True):
     """Environment variables of its processes, over everything the launcher sets."""
 
 
+class Pod(Struct, frozen=True, kw_only=True):
+    """What a cluster must know of one process of a component; all of it follows from its settings.
+
+    Attributes:
+        name: of the component in the deployment; a worker's own name in Dynamo's registry.
+        kind: Dynamo's component type.
+        gpus: GPUs that the process opens.
+        cpus: processors to reserve: one for each process that must not wait for another.
+        arguments: more command line arguments; `$(POD_IP)` is the pod's address.
+        settings: the component's settings as they have to be in a pod.
+        start_s: longest start; the process gives up by itself after it.
+        silence_s: longest time that a healthy process may be silent; it ends itself after that.
+        drain_s: least time that a stop must leave to finish what others still read.
+    """
+
+    name: str
+    kind: Literal["frontend", "prefill", "decode"]
+    settings: Settings
+    gpus: int = 0
+    cpus: int = 1
+    arguments: tuple[str, ...] = ()
+    start_s: float = 600.0
+    silence_s: float = 60.0
+    drain_s: float = 0.0
+
+
 def no_address(_settings: Settings) -> tuple[str, int] | None:
     """Return None: the component listens on no fixed port."""
     return None
@@ -62,6 +88,7 @@ class Component(Struct, frozen=True, kw_only=True):
         address: settings → fixed (host, port) it listens on; must be free before the start.
         model_name: settings → name that `/v1/models` lists once this component is up, or "".
         check: raises `ConfigError` when the settings cannot work on this machine (model folder).
+        pod: settings → what a cluster must know; None: the component cannot run in a cluster.
         is_frontend: serves the OpenAI API; ready when `/v1/models` lists every model name.
             Other components are ready when Dynamo's `/health` says so.
         needs: components that must be up for this one to be of use.
@@ -75,6 +102,7 @@ class Component(Struct, frozen=True, kw_only=True):
     address: Callable[[Settings], tuple[str, int] | None] = no_address
     model_name: Callable[[Settings], str] = lambda _settings: ""
     check: Callable[[Settings], None] = no_complaint
+    pod: Callable[[Settings], Pod] | None = None
     is_frontend: bool = False
     needs: tuple[Component, ...] = ()
 

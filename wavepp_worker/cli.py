@@ -20,7 +20,9 @@ import msgspec
 
 from graphs.deployment import Deployment, Folders, command_line, deploy, process_plans
 from graphs.graph import Graph, ServiceArgs
+from graphs.plan_command import add_plan
 from graphs.preflight import preflight, visible_gpus
+from graphs.render_command import add_render
 from graphs.resolve import resolve
 from wavepp_worker import __version__
 from wavepp_worker.base.errors import ConfigError
@@ -90,6 +92,8 @@ examples:
   wavepp serve graphs.disagg -f configs/smollm2-cpu.yaml     start everything and chat
   wavepp check-config configs/smollm2-cpu.yaml               find mistakes before a start
   wavepp print-schema                                        every key, its type and default
+  wavepp render graphs.disagg -f my.yaml --kubernetes ...    manifests for Dynamo's operator
+  wavepp plan MODEL --gpus 4 --gpu-memory 80GiB              what fits: cache, waves, headroom
   wavepp bench idle                                          what the pipeline adds to a request
   wavepp bench serve -f configs/smollm2-cpu.yaml             throughput, latency, reuse, stage times
   wavepp ablate --simulate --workload reuse-131k -c 8        what each of the paper's ideas adds
@@ -107,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     _add_check(commands)
     _add_schema(commands)
+    add_render(commands)
+    add_plan(commands)
     add_bench(commands)
     add_ablate(commands)
     _add_top(commands)
@@ -140,7 +146,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     try:
         plain, overrides = split_overrides(argv)
         args = parser.parse_args(plain)
-        if overrides and args.command != "serve":
+        if overrides and args.command not in ("serve", "render"):
             raise ConfigError(f"{args.command} takes no --{overrides[0].partition('=')[0]}")
         args.overrides = overrides
         return int(args.run(args) or EXIT_OK)

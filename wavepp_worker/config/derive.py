@@ -8,6 +8,8 @@ from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import align_down, ceil_div
 from wavepp_worker.config.schema import Config
 
+HOST_FRACTION = 0.9  # of available memory: more for host tiers would fail later, in service
+
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What the plan needs to know of a model; read from config.json by `model.spec`."""
@@ -52,6 +54,11 @@ def balanced_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return layers per stage, balanced; the last stages, which own the head, get fewer."""
     base, extra = divmod(layers, stages)
     return tuple(base + (1 if stage < extra else 0) for stage in range(stages))
+
+
+def blocks_in(free_bytes: int, fraction: float, block_bytes: int) -> int:
+    """Return how many cache blocks a share of the memory left after weights holds."""
+    return int(free_bytes * fraction) // block_bytes
 
 
 def derive(config: Config, facts: ModelFacts) -> Plan:

@@ -17,6 +17,7 @@ import torch
 from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
 from wavepp_worker.base.types import LEADER, Rank
 from wavepp_worker.base.units import ceil_div
+from wavepp_worker.config.derive import HOST_FRACTION, blocks_in
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
@@ -32,7 +33,6 @@ from wavepp_worker.wire.mailbox import WindowReport
 logger = logging.getLogger(__name__)
 
 CPU_POOL_FRACTION = 0.25  # of the memory that is free now, shared by all stages of this host
-HOST_FRACTION = 0.9  # of available memory: more for host tiers would fail later, in service
 CPU_PROMPTS = 4  # a CPU pool of default size holds no more than so many longest prompts
 PROGRESS_INTERVAL_S = 2.0
 
@@ -177,8 +177,7 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
         return config.cache.device_tokens // plan.block_tokens
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        budget_bytes = int(free_bytes * config.cache.device_fraction)
-        blocks = budget_bytes // block_bytes
+        blocks = blocks_in(free_bytes, config.cache.device_fraction, block_bytes)
     else:
         free_bytes = available_bytes()
         budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // config.cluster.stages

@@ -101,8 +101,7 @@ class RankSupervisor:
         )
         boot_file = Path(self.run_dir) / "boot.json"
         save_boot(boot, boot_file)
-        environment = {k: v for k, v in os.environ.items() if k not in PRIVATE_VARIABLES}
-        environment["PYTHONUNBUFFERED"] = "1"
+        environment = self._environment()
         for rank in range(self._config.cluster.stages):
             for role, module in self._roles.items():
                 command = [sys.executable, "-m", module, "--boot", str(boot_file)]
@@ -142,6 +141,19 @@ class RankSupervisor:
             await self._all_exit_within(TERM_GRACE_S)
         finally:
             self._remove_run_dir()
+
+    def _environment(self) -> dict[str, str]:
+        """Return the ranks' environment: ours without what only one process of a host may have.
+
+        Kubernetes discovery knows one instance per pod, and that is the serving process; ranks
+        that registered too would take its place.  They meet in the run folder instead.
+        """
+        environment = {k: v for k, v in os.environ.items() if k not in PRIVATE_VARIABLES}
+        environment["PYTHONUNBUFFERED"] = "1"
+        if environment.get("DYN_DISCOVERY_BACKEND") == "kubernetes":
+            environment["DYN_DISCOVERY_BACKEND"] = "file"
+            environment["DYN_FILE_KV"] = str(Path(self.run_dir) / "store")
+        return environment
 
     def _on_exit(self, child: Child) -> None:
         if not self._is_killing:  # after that an exit says nothing about its cause

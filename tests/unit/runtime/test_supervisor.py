@@ -98,6 +98,18 @@ async def test_ranks_do_not_inherit_serving_s_fixed_ports(
     assert b"DYN_NAMESPACE=kept" in environment
 
 
+async def test_ranks_of_a_pod_meet_in_the_run_folder(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "kubernetes")
+    supervisor = make("sleeps", "sleeps")
+    await supervisor.start(REPORTS)
+    await until_up(supervisor)
+    for child in supervisor._children:
+        variables = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")  # noqa: ASYNC240
+        assert b"DYN_DISCOVERY_BACKEND=file" in variables
+        assert f"DYN_FILE_KV={supervisor.run_dir}/store".encode() in variables
+    assert os.environ["DYN_DISCOVERY_BACKEND"] == "kubernetes"  # the serving process's own
+
+
 async def test_long_temporary_folder_does_not_break_the_sockets(
     make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
