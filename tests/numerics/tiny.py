@@ -20,6 +20,16 @@ from wavepp_worker.model.spec import FAMILIES, read_spec, tensor_shapes
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 BOS, EOS = 1, 2
 VOCAB = len(SPECIAL_TOKENS) + 256
+FAMILY_CONFIG: dict[str, dict[str, Any]] = {
+    # Layer 1 has a dense MLP.
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -38,7 +48,7 @@ def make_tiny_model(
     """Write a model folder and return its path; equal arguments give equal bytes.
 
     Args:
-        family: "llama", "qwen2" or "qwen3".
+        family: a value of `FAMILIES`.
         shards: safetensors files; more than one come with an index.
         config: keys of config.json to add or replace.
     """
@@ -76,7 +86,7 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": EOS,
-    }
+    } | FAMILY_CONFIG.get(family, {})
 
 
 def _write_weights(folder: Path, seed: int, shards: int) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from wavepp_worker.base.errors import check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
+from wavepp_worker.model.moe import MoeWeights
+from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.spec import ModelSpec, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 
@@ -121,7 +123,7 @@ class _StageBuilder:
         embedding = norm = head = None
         if "model.embed_tokens.weight" in self._shapes:
             embedding = self._fused("model.embed_tokens.weight")
-        layers = tuple(self._layer(f"model.layers.{index}") for index in range(first, stop))
+        layers = tuple(self._layer(index) for index in range(first, stop))
         if stop == spec.layers:
             norm = self._fused("model.norm.weight")
             head = embedding if spec.is_tied else self._fused("lm_head.weight")
@@ -129,10 +131,10 @@ class _StageBuilder:
             embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
         )
 
-    def _layer(self, block: str) -> LayerWeights:
-        spec, attention, mlp = self._spec, f"{block}.self_attn", f"{block}.mlp"
+    def _layer(self, index: int) -> LayerWeights:
+        spec, block = self._spec, f"model.layers.{index}"
+        attention = f"{block}.self_attn"
         qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         qk_norm = None
         if spec.has_qk_norm:
             q_norm = self._fused(f"{attention}.q_norm.weight").expand(spec.heads, -1)
@@ -146,10 +148,43 @@ class _StageBuilder:
             out=self._weight([f"{attention}.o_proj"]),
             out_bias=self._bias([f"{attention}.o_proj"], spec.has_out_bias),
             ffn_norm=self._fused(f"{block}.post_attention_layernorm.weight"),
-            gate_up=self._weight(gate_up),
-            gate_up_bias=self._bias(gate_up, spec.has_mlp_bias),
-            down=self._weight([f"{mlp}.down_proj"]),
-            down_bias=self._bias([f"{mlp}.down_proj"], spec.has_mlp_bias),
+            **self._feed_forward(block, index),
+        )
+
+    def _feed_forward(self, block: str, index: int) -> dict[str, Any]:
+        spec, moe = self._spec, self._spec.moe
+        if moe is None or index not in moe.layers:
+            return self._mlp(f"{block}.mlp", has_bias=spec.has_mlp_bias)
+        layer = f"{block}.{moe.names.layer}"
+        parts: dict[str, Any] = {"gate_up": None, "down": None}
+        if moe.shared_width:
+            parts = self._mlp(f"{layer}.{moe.names.shared}", has_bias=False)
+        return {"gate_up_bias": None, "down_bias": None} | parts | {"moe": self._moe(layer, moe)}
+
+    def _mlp(self, mlp: str, *, has_bias: bool) -> dict[str, Any]:
+        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        return {
+            "gate_up": self._weight(gate_up),
+            "gate_up_bias": self._bias(gate_up, has_bias),
+            "down": self._weight([f"{mlp}.down_proj"]),
+            "down_bias": self._bias([f"{mlp}.down_proj"], has_bias),
+        }
+
+    def _moe(self, layer: str, moe: MoeSpec) -> MoeWeights:
+        spec, names = self._spec, moe.names
+        experts = [f"{layer}.experts.{expert}" for expert in range(moe.experts)]
+        gate_up = [f"{expert}.{part}" for expert in experts for part in (names.gate, names.up)]
+        down = [f"{expert}.{names.down}" for expert in experts]
+        bias = None
+        if moe.has_selection_bias:
+            bias = self._fused(f"{layer}.{names.selection_bias}", dtype=torch.float32)
+        # Sigmoid scores crowd near one, where 16 bits do not tell experts apart.
+        router_dtype = torch.float32 if moe.scores == "sigmoid" else self._dtype
+        return MoeWeights(
+            router=self._fused(f"{layer}.{names.router}.weight", dtype=router_dtype),
+            selection_bias=bias,
+            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
+            down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
         )
 
     def _weight(self, modules: Sequence[str]) -> Tensor:
@@ -158,11 +193,15 @@ class _StageBuilder:
     def _bias(self, modules: Sequence[str], is_present: bool) -> Tensor | None:
         return self._fused(*(f"{module}.bias" for module in modules)) if is_present else None
 
-    def _fused(self, *names: str) -> Tensor:
-        """Return the named tensors, stacked along their rows, in the stage's type and device."""
+    def _fused(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the named tensors, stacked along their rows, on the stage's device.
+
+        Args:
+            dtype: default: the stage's.
+        """
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        fused = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             fused[start : start + shape[0]].copy_(self._source.get(name, shape))

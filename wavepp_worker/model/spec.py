@@ -2,7 +2,8 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention: Llama, Qwen2, Qwen3.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-MoE, whose layers have
+experts.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
+from wavepp_worker.model import qwen3_moe
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
+from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
@@ -61,6 +65,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     has_out_bias: bool
     has_mlp_bias: bool
     dtype: str  # compute and cache type, a key of DTYPE_BYTES
+    moe: MoeSpec | None = None  # the layers with experts
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose feed-forward is experts."""
+        return self.moe.layers if self.moe else ()
 
 
 class _Checkpoint(Struct, kw_only=True):
@@ -163,11 +173,12 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         norm_eps=raw.rms_norm_eps,
         rope=_rope(raw, path),
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=family in ("qwen3", "qwen3_moe"),
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
+        moe=qwen3_moe.read_moe(tree, path) if family == "qwen3_moe" else None,
     )
 
 
@@ -210,9 +221,12 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
             shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
-        linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
-        linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
-        linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
+        if spec.moe is not None and layer in spec.moe_layers:
+            shapes |= moe_shapes(block, spec.moe, spec.hidden)
+        else:
+            linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+            linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+            linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
     if stop == spec.layers:
         shapes["model.norm.weight"] = (spec.hidden,)
         if not spec.is_tied:

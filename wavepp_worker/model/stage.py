@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from wavepp_worker.base.errors import check
+from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention import attend
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
+from wavepp_worker.model.moe import MoeWeights, experts_forward
 from wavepp_worker.model.spec import ModelSpec, RopeSpec
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
@@ -38,10 +39,11 @@ class LayerWeights:
     out: Tensor
     out_bias: Tensor | None
     ffn_norm: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | None  # the MLP; beside experts the shared ones, None without any
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     down_bias: Tensor | None
+    moe: MoeWeights | None = None  # the layer's experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,29 +115,34 @@ class StageModel:
         cos, sin = angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype)
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
-            x = self._layer(
-                layer, x, (cos, sin), batch, store=store, index=index, is_final=index == final
+            h, is_final = self._norm(x, layer.attention_norm), index == final
+            mixed = self._attention(
+                layer, h, (cos, sin), batch, store=store, place=index, is_final=is_final
             )
+            if is_final:
+                x = x[batch.answer_rows_L]
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + self._feed_forward(layer, self._norm(x, layer.ffn_norm))
         if weights.norm is None or weights.head is None:
             return {"hidden": x}
-        x = F.rms_norm(x, (self.spec.hidden,), weights.norm, self.spec.norm_eps)
+        x = self._norm(x, weights.norm)
         return {"logits": F.linear(x, weights.head).float()}
 
-    def _layer(
+    def _attention(
         self,
         layer: LayerWeights,
-        x_TC: Tensor,
+        h_TC: Tensor,
         rotation_T1D: tuple[Tensor, Tensor],
         batch: WaveBatch,
         *,
         store: KvStore,
-        index: int,
+        place: int,
         is_final: bool,
     ) -> Tensor:
+        """Return the attention output [T, H * D], of the final layer [L, H * D]."""
         spec = self.spec
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        h = F.rms_norm(x_TC, (spec.hidden,), layer.attention_norm, spec.norm_eps)
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
+        qkv = F.linear(h_TC, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (dim,), None, spec.norm_eps) * layer.qk_norm
@@ -143,15 +150,28 @@ class StageModel:
         low, high = qk.chunk(2, dim=-1)
         qk = torch.cat((low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D), dim=-1)
         q, k = qk[:, :heads], qk[:, heads:]
-        store.write(index, batch.blocks_T, batch.offsets_T, k, v)
+        store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
         if is_final:
-            spans, q, x_TC = batch.answer_spans, q[batch.answer_rows_L], x_TC[batch.answer_rows_L]
-        attended = attend(q, k, v, spans, store=store, layer=index)
-        x_TC = x_TC + F.linear(attended, layer.out, layer.out_bias)
-        h = F.rms_norm(x_TC, (spec.hidden,), layer.ffn_norm, spec.norm_eps)
-        gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x_TC + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            spans, q = batch.answer_spans, q[batch.answer_rows_L]
+        return attend(q, k, v, spans, store=store, layer=place)
+
+    def _feed_forward(self, layer: LayerWeights, h_TC: Tensor) -> Tensor:
+        """Return what the MLP, or the experts with the shared ones, add to each row."""
+        added = None
+        if layer.gate_up is not None and layer.down is not None:
+            gate, up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            added = F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if layer.moe is not None and self.spec.moe is not None:
+            routed = experts_forward(h_TC, layer.moe, self.spec.moe)
+            added = routed if added is None else routed + added
+        if added is None:
+            raise InvariantError("a layer has an MLP or experts")
+        return added
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return RMSNorm over the last dimension."""
+        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
 
 
 def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -135,6 +135,29 @@ def test_unusable_configs_are_refused(
     assert [word for word in words if word not in text] == []
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts per token"),
+    ],
+)
+def test_unusable_values_of_a_family_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_spec(write_config(tmp_path, family, **changes))
+
+
+def test_layers_with_experts_are_those_transformers_makes(tmp_path: Path) -> None:
+    changes = {"mlp_only_layers": [3], "decoder_sparse_step": 2}
+    assert read_spec(write_config(tmp_path, "qwen3_moe", **changes)).moe_layers == (1,)
+    assert read_spec(write_config(tmp_path, "qwen3_moe", mlp_only_layers=None)).moe_layers == (
+        0, 1, 2, 3, 4
+    )  # fmt: skip
+    assert read_spec(write_config(tmp_path, "qwen3_moe", num_experts=0)).moe is None
+
+
 def test_missing_folder_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_facts(tmp_path / "nowhere")
@@ -181,6 +204,7 @@ def test_stages_together_need_every_tensor(tmp_path: Path, family: str, is_tied:
     shared = {"model.embed_tokens.weight"} if is_tied else set()
     assert first.keys() & last.keys() == shared
     assert all(name.startswith("model.layers.2.") for name in middle)
+    assert read_facts(make_tiny_model(tmp_path, family, shards=3)).layers == 5
 
 
 def test_spec_is_read_without_torch(tmp_path: Path) -> None:
