@@ -18,8 +18,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2},
     ),
+    "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2-new-rope": (
+        "minimax_m2",
+        {
+            "rotary_dim": None,
+            "rope_theta": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e4,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
 }
-FAMILIES = ["qwen3_moe"]
+FAMILIES = ["qwen3_moe", "minimax_m2"]
 CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]
 CHUNKS = {
     "64": [64, 64, 64, 1],

@@ -137,8 +137,11 @@ class _StageBuilder:
         qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
         qk_norm = None
         if spec.has_qk_norm:
-            q_norm = self._fused(f"{attention}.q_norm.weight").expand(spec.heads, -1)
-            k_norm = self._fused(f"{attention}.k_norm.weight").expand(spec.kv_heads, -1)
+            q_norm, k_norm = (
+                self._fused(f"{attention}.{part}_norm.weight").view(-1, spec.head_dim)
+                for part in ("q", "k")
+            )
+            q_norm, k_norm = q_norm.expand(spec.heads, -1), k_norm.expand(spec.kv_heads, -1)
             qk_norm = torch.cat((q_norm, k_norm))
         return LayerWeights(
             attention_norm=self._fused(f"{block}.input_layernorm.weight"),

@@ -2,8 +2,8 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-MoE, whose layers have
-experts.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-MoE and MiniMax-M2, whose
+layers have experts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
-from wavepp_worker.model import qwen3_moe
+from wavepp_worker.model import minimax_m2, qwen3_moe
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
 from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "minimax_m2"]
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
 }
+# Of the families whose head size does not default to hidden / heads.
+HEAD_DIMS: Final[dict[Family, int]] = {"qwen3": 128, "minimax_m2": minimax_m2.HEAD_DIM}
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
 
@@ -35,7 +38,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
-    """Rotary positions.  The last four fields matter only for the kinds that scale."""
+    """Rotary positions.  Fields named after kinds matter only for those."""
 
     kind: Literal["default", "linear", "llama3"] = "default"
     theta: float = 10_000.0
@@ -43,6 +46,7 @@ class RopeSpec(Struct, frozen=True, kw_only=True):
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_context_tokens: int = 0  # llama3
+    fraction: float = 1.0  # of each head's dimensions, the first ones, turn
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -60,11 +64,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope: RopeSpec
     is_tied: bool  # the head is the embedding
-    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
+    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation, ...
     has_qkv_bias: bool
     has_out_bias: bool
     has_mlp_bias: bool
     dtype: str  # compute and cache type, a key of DTYPE_BYTES
+    has_wide_qk_norm: bool = False  # ... or one over all heads of q together, and one of k
     moe: MoeSpec | None = None  # the layers with experts
 
     @property
@@ -95,6 +100,7 @@ class _Checkpoint(Struct, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    rotary_dim: Count | None = None  # read where the family turns a part of each head
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -154,12 +160,15 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     _refuse_unsupported(raw, path)
     heads = raw.num_attention_heads
     kv_heads = raw.num_key_value_heads or heads
-    # Qwen3 is the one family whose head size does not default to hidden / heads.
-    head_dim = raw.head_dim or (128 if family == "qwen3" else raw.hidden_size // heads)
+    head_dim = raw.head_dim or HEAD_DIMS.get(family, raw.hidden_size // heads)
     if heads % kv_heads:
         raise ConfigError(f"{path}: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    if head_dim % 2:
-        raise ConfigError(f"{path}: head_dim {head_dim} is odd; rotary positions need pairs")
+    rope = _rope(raw, path, head_dim, family)
+    if int(head_dim * rope.fraction) % 2:
+        raise ConfigError(
+            f"{path}: head_dim {head_dim}, of which {rope.fraction:g} turns, is odd; rotary "
+            "positions need pairs"
+        )
     return ModelSpec(
         family=family,
         layers=raw.num_hidden_layers,
@@ -171,14 +180,15 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw, path),
+        rope=rope,
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family in ("qwen3", "qwen3_moe"),
+        has_qk_norm=family in ("qwen3", "qwen3_moe", "minimax_m2"),
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
-        moe=qwen3_moe.read_moe(tree, path) if family == "qwen3_moe" else None,
+        has_wide_qk_norm=family == "minimax_m2",
+        moe=_moe(family, tree, path),
     )
 
 
@@ -218,8 +228,9 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
         linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
         linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
         if spec.has_qk_norm:
-            shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
-            shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
+            is_wide = spec.has_wide_qk_norm
+            shapes[f"{block}.self_attn.q_norm.weight"] = (q_rows if is_wide else spec.head_dim,)
+            shapes[f"{block}.self_attn.k_norm.weight"] = (kv_rows if is_wide else spec.head_dim,)
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
         if spec.moe is not None and layer in spec.moe_layers:
             shapes |= moe_shapes(block, spec.moe, spec.hidden)
@@ -265,7 +276,15 @@ def _refuse_unsupported(raw: _Checkpoint, path: Path) -> None:
         raise ConfigError(f"{path}: sliding-window attention is not supported")
 
 
-def _rope(raw: _Checkpoint, path: Path) -> RopeSpec:
+def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
+    if family == "qwen3_moe":
+        return qwen3_moe.read_moe(tree, path)
+    if family == "minimax_m2":
+        return minimax_m2.read_moe(tree, path)
+    return None
+
+
+def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSpec:
     """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
     scaling = raw.rope_parameters or raw.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -273,9 +292,19 @@ def _rope(raw: _Checkpoint, path: Path) -> RopeSpec:
         raise ConfigError(
             f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
         )
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+    fraction, theta = 1.0, 10_000.0
+    if family == "minimax_m2":
+        # Published checkpoints have `rotary_dim`, what transformers writes has the fraction.
+        fraction = min(1.0, (raw.rotary_dim or head_dim) / head_dim)
+        fraction = scaling.get("partial_rotary_factor", fraction)
+        theta = minimax_m2.ROPE_THETA
+    elif scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
-    fields = {"kind": kind, "theta": scaling.get("rope_theta", raw.rope_theta or 10_000.0)}
+    fields = {
+        "kind": kind,
+        "theta": scaling.get("rope_theta", raw.rope_theta or theta),
+        "fraction": fraction,
+    }
     if kind != "default":
         fields["factor"] = scaling.get("factor")
     if kind == "llama3":

@@ -35,7 +35,7 @@ class LayerWeights:
     attention_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [heads + kv_heads, D]: q_norm repeated, then k_norm repeated
+    qk_norm: Tensor | None  # [heads + kv_heads, D]: of q, then of k; repeated if per head
     out: Tensor
     out_bias: Tensor | None
     ffn_norm: Tensor
@@ -145,16 +145,24 @@ class StageModel:
         qkv = F.linear(h_TC, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (dim,), None, spec.norm_eps) * layer.qk_norm
-        cos_T1D, sin_T1D = rotation_T1D
-        low, high = qk.chunk(2, dim=-1)
-        qk = torch.cat((low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D), dim=-1)
+            qk = self._qk_norm(qk) * layer.qk_norm
+        qk = rotate(qk, rotation_T1D)
         q, k = qk[:, :heads], qk[:, heads:]
         store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
         if is_final:
             spans, q = batch.answer_spans, q[batch.answer_rows_L]
         return attend(q, k, v, spans, store=store, layer=place)
+
+    def _qk_norm(self, qk_THD: Tensor) -> Tensor:
+        """Divide by the root mean square: of each head, or of all of q and of all of k."""
+        spec = self.spec
+        if not spec.has_wide_qk_norm:
+            return F.rms_norm(qk_THD, (spec.head_dim,), None, spec.norm_eps)
+        parts = qk_THD[:, : spec.heads], qk_THD[:, spec.heads :]
+        return torch.cat(
+            [F.rms_norm(part, part.shape[1:], None, spec.norm_eps) for part in parts], 1
+        )
 
     def _feed_forward(self, layer: LayerWeights, h_TC: Tensor) -> Tensor:
         """Return what the MLP, or the experts with the shared ones, add to each row."""
@@ -174,9 +182,22 @@ class StageModel:
         return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
 
 
+def rotate(x_THD: Tensor, rotation_T1D: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first R dimensions of each head, R twice the width of the rotation's parts."""
+    cos_T1D, sin_T1D = rotation_T1D
+    turning = 2 * cos_T1D.shape[-1]
+    low, high = x_THD[..., :turning].chunk(2, dim=-1)
+    turned = (low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D)
+    return torch.cat((*turned, x_THD[..., turning:]), dim=-1)
+
+
 def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return f32 [D / 2] angles per position; dimension i turns together with i + D / 2."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Return f32 [R / 2] angles per position, R = the turning first part of the head dimension.
+
+    Dimension i turns together with i + R / 2.
+    """
+    turning = int(head_dim * rope.fraction)
+    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / turning
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor

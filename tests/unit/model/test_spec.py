@@ -49,7 +49,9 @@ def test_dtype_is_the_one_asked_for_or_the_checkpoints(
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim"), [("llama", 16), ("qwen2", 16), ("qwen3", 128)], ids=str
+    ("family", "head_dim"),
+    [("llama", 16), ("qwen2", 16), ("qwen3", 128), ("qwen3_moe", 16), ("minimax_m2", 128)],
+    ids=str,
 )
 def test_head_dim_defaults_as_the_family_does(tmp_path: Path, family: str, head_dim: int) -> None:
     assert read_spec(write_config(tmp_path, family, head_dim=None)).head_dim == head_dim
@@ -140,6 +142,15 @@ def test_unusable_configs_are_refused(
     [
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts per token"),
+        ("minimax_m2", {"num_experts_per_tok": 9}, "9 experts per token"),
+        ("minimax_m2", {"rotary_dim": 7}, "head_dim 16, of which 0.4375 turns, is odd"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     ],
 )
 def test_unusable_values_of_a_family_are_refused(
