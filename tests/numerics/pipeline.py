@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -110,6 +111,17 @@ class Oracle:
         """Return f32 [tokens, vocabulary]."""
         logits: Tensor = self._model(torch.tensor([list(prompt)]), use_cache=False).logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def cached(self, prompt: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return what each layer caches of `prompt`: two tensors [H, S, D], or latent and key."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        parameters = inspect.signature(self._model.forward).parameters
+        name = "cache" if "cache" in parameters else "past_key_values"
+        self._model(torch.tensor([list(prompt)]), use_cache=True, **{name: cache})
+        return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """Return the `count` most likely next tokens, each computed from the whole text."""

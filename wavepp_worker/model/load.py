@@ -17,6 +17,10 @@ from torch import Tensor
 
 from wavepp_worker.base.errors import check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
+from wavepp_worker.model.mla import MlaWeights
+from wavepp_worker.model.mla_spec import MlaSpec, half_order
+from wavepp_worker.model.moe import MoeWeights
+from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.spec import ModelSpec, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 
@@ -121,7 +125,7 @@ class _StageBuilder:
         embedding = norm = head = None
         if "model.embed_tokens.weight" in self._shapes:
             embedding = self._fused("model.embed_tokens.weight")
-        layers = tuple(self._layer(f"model.layers.{index}") for index in range(first, stop))
+        layers = tuple(self._layer(index) for index in range(first, stop))
         if stop == spec.layers:
             norm = self._fused("model.norm.weight")
             head = embedding if spec.is_tied else self._fused("lm_head.weight")
@@ -129,27 +133,98 @@ class _StageBuilder:
             embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
         )
 
-    def _layer(self, block: str) -> LayerWeights:
-        spec, attention, mlp = self._spec, f"{block}.self_attn", f"{block}.mlp"
-        qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        qk_norm = None
-        if spec.has_qk_norm:
-            q_norm = self._fused(f"{attention}.q_norm.weight").expand(spec.heads, -1)
-            k_norm = self._fused(f"{attention}.k_norm.weight").expand(spec.kv_heads, -1)
-            qk_norm = torch.cat((q_norm, k_norm))
+    def _layer(self, index: int) -> LayerWeights:
+        spec, block = self._spec, f"model.layers.{index}"
+        attention = f"{block}.self_attn"
+        mixer = self._latent(attention, spec.mla) if spec.mla else self._attention(attention)
         return LayerWeights(
             attention_norm=self._fused(f"{block}.input_layernorm.weight"),
-            qkv=self._weight(qkv),
-            qkv_bias=self._bias(qkv, spec.has_qkv_bias),
-            qk_norm=qk_norm,
-            out=self._weight([f"{attention}.o_proj"]),
-            out_bias=self._bias([f"{attention}.o_proj"], spec.has_out_bias),
+            **mixer,
             ffn_norm=self._fused(f"{block}.post_attention_layernorm.weight"),
-            gate_up=self._weight(gate_up),
-            gate_up_bias=self._bias(gate_up, spec.has_mlp_bias),
-            down=self._weight([f"{mlp}.down_proj"]),
-            down_bias=self._bias([f"{mlp}.down_proj"], spec.has_mlp_bias),
+            **self._feed_forward(block, index),
+        )
+
+    def _attention(self, attention: str) -> dict[str, Any]:
+        spec = self._spec
+        qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
+        qk_norm = None
+        if spec.has_qk_norm:
+            q_norm, k_norm = (
+                self._fused(f"{attention}.{part}_norm.weight").view(-1, spec.head_dim)
+                for part in ("q", "k")
+            )
+            qk_norm = torch.cat((q_norm.expand(spec.heads, -1), k_norm.expand(spec.kv_heads, -1)))
+        return {
+            "qkv": self._weight(qkv),
+            "qkv_bias": self._bias(qkv, spec.has_qkv_bias),
+            "qk_norm": qk_norm,
+            "out": self._weight([f"{attention}.o_proj"]),
+            "out_bias": self._bias([f"{attention}.o_proj"], spec.has_out_bias),
+        }
+
+    def _latent(self, attention: str, mla: MlaSpec) -> dict[str, Any]:
+        heads = self._spec.heads
+        q_order = half_order(mla, heads, mla.nope_dim)
+        row_order = half_order(mla, 1, mla.kv_rank)
+        q_norm = q_up = None
+        if mla.q_rank is None:
+            first, order = "q_proj", q_order
+        else:
+            first, order = "q_a_proj", list(range(mla.q_rank))
+            q_norm = self._fused(f"{attention}.q_a_layernorm.weight")
+            q_up = self._weight([f"{attention}.q_b_proj"])[q_order]
+        rows = self._weight([f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"])
+        kv_norm = self._fused(f"{attention}.kv_a_layernorm.weight")
+        kv_up = self._weight([f"{attention}.kv_b_proj"]).view(heads, -1, mla.kv_rank)
+        return {
+            "qkv": rows[[*order, *(len(order) + row for row in row_order)]],
+            "qkv_bias": None,
+            "qk_norm": None,
+            "out": self._weight([f"{attention}.o_proj"]),
+            "out_bias": None,
+            "mla": MlaWeights(
+                q_norm=q_norm,
+                q_up=q_up,
+                kv_norm=kv_norm,
+                key_up=kv_up[:, : mla.nope_dim],
+                value_up=kv_up[:, mla.nope_dim :],
+            ),
+        }
+
+    def _feed_forward(self, block: str, index: int) -> dict[str, Any]:
+        spec, moe = self._spec, self._spec.moe
+        if moe is None or index not in moe.layers:
+            return self._mlp(f"{block}.mlp", has_bias=spec.has_mlp_bias)
+        layer = f"{block}.{moe.names.layer}"
+        parts: dict[str, Any] = {"gate_up": None, "down": None}
+        if moe.shared_width:
+            parts = self._mlp(f"{layer}.{moe.names.shared}", has_bias=False)
+        return {"gate_up_bias": None, "down_bias": None} | parts | {"moe": self._moe(layer, moe)}
+
+    def _mlp(self, mlp: str, *, has_bias: bool) -> dict[str, Any]:
+        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        return {
+            "gate_up": self._weight(gate_up),
+            "gate_up_bias": self._bias(gate_up, has_bias),
+            "down": self._weight([f"{mlp}.down_proj"]),
+            "down_bias": self._bias([f"{mlp}.down_proj"], has_bias),
+        }
+
+    def _moe(self, layer: str, moe: MoeSpec) -> MoeWeights:
+        spec, names = self._spec, moe.names
+        experts = [f"{layer}.experts.{expert}" for expert in range(moe.experts)]
+        gate_up = [f"{expert}.{part}" for expert in experts for part in (names.gate, names.up)]
+        down = [f"{expert}.{names.down}" for expert in experts]
+        bias = None
+        if moe.has_selection_bias:
+            bias = self._fused(f"{layer}.{names.selection_bias}", dtype=torch.float32)
+        # Sigmoid scores crowd near one, where 16 bits do not tell experts apart.
+        router_dtype = torch.float32 if moe.scores == "sigmoid" else self._dtype
+        return MoeWeights(
+            router=self._fused(f"{layer}.{names.router}.weight", dtype=router_dtype),
+            selection_bias=bias,
+            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
+            down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
         )
 
     def _weight(self, modules: Sequence[str]) -> Tensor:
@@ -158,11 +233,15 @@ class _StageBuilder:
     def _bias(self, modules: Sequence[str], is_present: bool) -> Tensor | None:
         return self._fused(*(f"{module}.bias" for module in modules)) if is_present else None
 
-    def _fused(self, *names: str) -> Tensor:
-        """Return the named tensors, stacked along their rows, in the stage's type and device."""
+    def _fused(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the named tensors, stacked along their rows, on the stage's device.
+
+        Args:
+            dtype: default: the stage's.
+        """
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        fused = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             fused[start : start + shape[0]].copy_(self._source.get(name, shape))

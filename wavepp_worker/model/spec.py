@@ -2,12 +2,14 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention: Llama, Qwen2, Qwen3.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3, Qwen3-MoE and MiniMax-M2, whose
+layers have experts, and DeepSeek-V3, whose attention caches latents.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -16,14 +18,22 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
+from wavepp_worker.model import deepseek_v3, minimax_m2, qwen3_moe
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
+from wavepp_worker.model.mla_spec import MlaSpec, mla_shapes
+from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "minimax_m2", "deepseek_v3"]
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
+# Of the families whose head size does not default to hidden / heads.
+HEAD_DIMS: Final[dict[Family, int]] = {"qwen3": 128, "minimax_m2": minimax_m2.HEAD_DIM}
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
 
@@ -31,14 +41,18 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
-    """Rotary positions.  The last four fields matter only for the kinds that scale."""
+    """Rotary positions.  Fields named after kinds matter only for those."""
 
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     theta: float = 10_000.0
-    factor: float = 1.0  # linear, llama3
+    factor: float = 1.0  # linear, llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_context_tokens: int = 0  # llama3
+    original_context_tokens: int = 0  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    amplitude: float = 1.0  # yarn: what turns also grows by it
+    fraction: float = 1.0  # of each head's dimensions, the first ones, turn
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -56,11 +70,19 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope: RopeSpec
     is_tied: bool  # the head is the embedding
-    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
+    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation, ...
     has_qkv_bias: bool
     has_out_bias: bool
     has_mlp_bias: bool
     dtype: str  # compute and cache type, a key of DTYPE_BYTES
+    has_wide_qk_norm: bool = False  # ... or one over all heads of q together, and one of k
+    moe: MoeSpec | None = None  # the layers with experts
+    mla: MlaSpec | None = None  # latent attention, in every layer
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose feed-forward is experts."""
+        return self.moe.layers if self.moe else ()
 
 
 class _Checkpoint(Struct, kw_only=True):
@@ -85,6 +107,7 @@ class _Checkpoint(Struct, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    rotary_dim: Count | None = None  # read where the family turns a part of each head
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -119,6 +142,7 @@ def read_facts(
         context_tokens=spec.context_tokens,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
+        latent_dim=spec.mla.row_dim if spec.mla else None,
         dtype=spec.dtype,
         dtype_bytes=DTYPE_BYTES[spec.dtype],
         fingerprint=identity.hexdigest()[:32],
@@ -143,13 +167,19 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         raise ConfigError(f"{path}: {error}") from error
     _refuse_unsupported(raw, path)
     heads = raw.num_attention_heads
+    mla = deepseek_v3.read_mla(tree, path) if family == "deepseek_v3" else None
+    if mla is not None:
+        raw.num_key_value_heads, raw.head_dim = heads, mla.key_dim
     kv_heads = raw.num_key_value_heads or heads
-    # Qwen3 is the one family whose head size does not default to hidden / heads.
-    head_dim = raw.head_dim or (128 if family == "qwen3" else raw.hidden_size // heads)
+    head_dim = raw.head_dim or HEAD_DIMS.get(family, raw.hidden_size // heads)
     if heads % kv_heads:
         raise ConfigError(f"{path}: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    if head_dim % 2:
-        raise ConfigError(f"{path}: head_dim {head_dim} is odd; rotary positions need pairs")
+    rope = _rope(raw, path, head_dim, family)
+    if int(head_dim * rope.fraction) % 2:
+        raise ConfigError(
+            f"{path}: head_dim {head_dim}, of which {rope.fraction:g} turns, is odd; rotary "
+            "positions need pairs"
+        )
     return ModelSpec(
         family=family,
         layers=raw.num_hidden_layers,
@@ -161,13 +191,16 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw, path),
+        rope=rope,
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=family in ("qwen3", "qwen3_moe", "minimax_m2"),
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
+        has_wide_qk_norm=family == "minimax_m2",
+        moe=_moe(family, tree, path),
+        mla=mla,
     )
 
 
@@ -202,17 +235,26 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
     for layer in range(first, stop):
         block = f"model.layers.{layer}"
         shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
-        linear(f"{block}.self_attn.q_proj", q_rows, spec.hidden, spec.has_qkv_bias)
-        linear(f"{block}.self_attn.k_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
-        linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
-        linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
-        if spec.has_qk_norm:
-            shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
-            shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
+        if spec.mla is not None:
+            shapes |= mla_shapes(block, spec.mla, spec.hidden, spec.heads)
+        else:
+            linear(f"{block}.self_attn.q_proj", q_rows, spec.hidden, spec.has_qkv_bias)
+            linear(f"{block}.self_attn.k_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
+            linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
+            linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
+            if spec.has_qk_norm:
+                is_wide = spec.has_wide_qk_norm
+                shapes[f"{block}.self_attn.q_norm.weight"] = (q_rows if is_wide else spec.head_dim,)
+                shapes[f"{block}.self_attn.k_norm.weight"] = (
+                    kv_rows if is_wide else spec.head_dim,
+                )
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
-        linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
-        linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
-        linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
+        if spec.moe is not None and layer in spec.moe_layers:
+            shapes |= moe_shapes(block, spec.moe, spec.hidden)
+        else:
+            linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+            linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+            linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
     if stop == spec.layers:
         shapes["model.norm.weight"] = (spec.hidden,)
         if not spec.is_tied:
@@ -251,27 +293,68 @@ def _refuse_unsupported(raw: _Checkpoint, path: Path) -> None:
         raise ConfigError(f"{path}: sliding-window attention is not supported")
 
 
-def _rope(raw: _Checkpoint, path: Path) -> RopeSpec:
+def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
+    if family == "qwen3_moe":
+        return qwen3_moe.read_moe(tree, path)
+    if family == "minimax_m2":
+        return minimax_m2.read_moe(tree, path)
+    if family == "deepseek_v3":
+        return deepseek_v3.read_moe(tree, path)
+    return None
+
+
+def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSpec:
     """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
     scaling = raw.rope_parameters or raw.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ("default", "linear", "llama3", "yarn"):
         raise ConfigError(
-            f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+            f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3, "
+            "yarn"
         )
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+    fraction, theta = 1.0, 10_000.0
+    if family == "minimax_m2":
+        # Published checkpoints have `rotary_dim`, what transformers writes has the fraction.
+        fraction = min(1.0, (raw.rotary_dim or head_dim) / head_dim)
+        fraction = scaling.get("partial_rotary_factor", fraction)
+        theta = minimax_m2.ROPE_THETA
+    elif scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
-    fields = {"kind": kind, "theta": scaling.get("rope_theta", raw.rope_theta or 10_000.0)}
+    fields = {
+        "kind": kind,
+        "theta": scaling.get("rope_theta", raw.rope_theta or theta),
+        "fraction": fraction,
+    }
     if kind != "default":
         fields["factor"] = scaling.get("factor")
     if kind == "llama3":
         fields["low_freq_factor"] = scaling.get("low_freq_factor")
         fields["high_freq_factor"] = scaling.get("high_freq_factor")
         fields["original_context_tokens"] = scaling.get("original_max_position_embeddings")
+    if kind == "yarn":
+        fields |= _yarn(scaling, path)
     try:
         return msgspec.convert(fields, RopeSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: rope scaling {kind!r}: {error}") from error
+
+
+def _yarn(scaling: dict[str, Any], path: Path) -> dict[str, Any]:
+    if not scaling.get("truncate", True):
+        raise ConfigError(f"{path}: rope scaling 'yarn' with truncate: false is not supported")
+    factor, amplitude = scaling.get("factor"), scaling.get("attention_factor")
+    if amplitude is None and isinstance(factor, int | float) and factor > 0:
+        growth = max(0.0, 0.1 * math.log(factor))
+        up, down = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if not (up and down):
+            up, down = 1.0, 0.0
+        amplitude = (up * growth + 1.0) / (down * growth + 1.0)
+    return {
+        "original_context_tokens": scaling.get("original_max_position_embeddings"),
+        "beta_fast": scaling.get("beta_fast") or 32.0,
+        "beta_slow": scaling.get("beta_slow") or 1.0,
+        "amplitude": amplitude,
+    }
 
 
 def _dtype(raw: _Checkpoint, wanted: str, path: Path) -> str:

@@ -7,10 +7,9 @@ attention output and feed-forward only for rows that want a token: nothing else 
 Legend: T tokens in the wave, C hidden, H heads, D head dim, L answer rows, V vocabulary.
 """
 
-# ruff: noqa: N803, N806 - shape suffixes are upper case
+# ruff: noqa: N803 - shape suffixes are upper case
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,11 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from wavepp_worker.base.errors import check
+from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention import attend
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
-from wavepp_worker.model.spec import ModelSpec, RopeSpec
+from wavepp_worker.model.mla import MlaWeights, latent_attention
+from wavepp_worker.model.moe import MoeWeights, experts_forward
+from wavepp_worker.model.rotary import rotary_frequencies, rotate
+from wavepp_worker.model.spec import ModelSpec
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
@@ -32,16 +34,18 @@ class LayerWeights:
     """One layer; projections that read the same input are fused along their output rows."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor  # of latent attention: (compressed) q, latent, shared key
     qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [heads + kv_heads, D]: q_norm repeated, then k_norm repeated
+    qk_norm: Tensor | None  # [heads + kv_heads, D]: of q, then of k; repeated if per head
     out: Tensor
     out_bias: Tensor | None
     ffn_norm: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | None  # the MLP; beside experts the shared ones, None without any
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     down_bias: Tensor | None
+    moe: MoeWeights | None = None  # the layer's experts
+    mla: MlaWeights | None = None  # the rest of latent attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,8 @@ class StageModel:
         self.dtype = weights.layers[0].qkv.dtype
         self.device = weights.layers[0].qkv.device
         self._weights = weights
-        self._frequencies = rotary_frequencies(spec.rope, spec.head_dim).to(self.device)
+        turning = spec.mla.rope_dim if spec.mla else spec.head_dim
+        self._frequencies = rotary_frequencies(spec.rope, turning).to(self.device)
 
     def input_spec(self, tokens: int) -> dict[str, TensorSpec]:
         """Return name → (shape, dtype) of the inputs of a wave of `tokens` tokens.
@@ -79,12 +84,14 @@ class StageModel:
 
     def make_store(self, blocks: int, block_tokens: int, host_blocks: int = 0) -> KvStore:
         """Return a zeroed pool of `blocks` blocks on this stage's device, and one on the host."""
+        spec = self.spec
         return KvStore(
             layers=len(self._weights.layers),
             blocks=blocks,
-            kv_heads=self.spec.kv_heads,
+            planes=1 if spec.mla else 2,
+            kv_heads=1 if spec.mla else spec.kv_heads,
             block_tokens=block_tokens,
-            head_dim=self.spec.head_dim,
+            head_dim=spec.mla.row_dim if spec.mla else spec.head_dim,
             dtype=self.dtype,
             device=self.device,
             host_blocks=host_blocks,
@@ -110,61 +117,85 @@ class StageModel:
             x = inputs["hidden"]
         check(len(x) == batch.token_count, "inputs and batch differ in tokens", rows=len(x))
         angles = batch.positions_T[:, None].float() * self._frequencies
-        cos, sin = angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype)
+        cos, sin = (
+            (part[:, None] * self.spec.rope.amplitude).to(self.dtype)
+            for part in (angles.cos(), angles.sin())
+        )
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
-            x = self._layer(
-                layer, x, (cos, sin), batch, store=store, index=index, is_final=index == final
+            h, is_final = self._norm(x, layer.attention_norm), index == final
+            mixed = self._attention(
+                layer, h, (cos, sin), batch, store=store, place=index, is_final=is_final
             )
+            if is_final:
+                x = x[batch.answer_rows_L]
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + self._feed_forward(layer, self._norm(x, layer.ffn_norm))
         if weights.norm is None or weights.head is None:
             return {"hidden": x}
-        x = F.rms_norm(x, (self.spec.hidden,), weights.norm, self.spec.norm_eps)
+        x = self._norm(x, weights.norm)
         return {"logits": F.linear(x, weights.head).float()}
 
-    def _layer(
+    def _attention(
         self,
         layer: LayerWeights,
-        x_TC: Tensor,
+        h_TC: Tensor,
         rotation_T1D: tuple[Tensor, Tensor],
         batch: WaveBatch,
         *,
         store: KvStore,
-        index: int,
+        place: int,
         is_final: bool,
     ) -> Tensor:
+        """Return the attention output [T, H * D], of the final layer [L, H * D]."""
         spec = self.spec
+        if layer.mla is not None and spec.mla is not None:
+            return latent_attention(
+                F.linear(h_TC, layer.qkv),
+                layer.mla,
+                spec.mla,
+                rotation_T1D,
+                batch,
+                store=store,
+                layer=place,
+                is_final=is_final,
+            )
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        h = F.rms_norm(x_TC, (spec.hidden,), layer.attention_norm, spec.norm_eps)
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
+        qkv = F.linear(h_TC, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (dim,), None, spec.norm_eps) * layer.qk_norm
-        cos_T1D, sin_T1D = rotation_T1D
-        low, high = qk.chunk(2, dim=-1)
-        qk = torch.cat((low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D), dim=-1)
+            qk = self._qk_norm(qk) * layer.qk_norm
+        qk = rotate(qk, rotation_T1D)
         q, k = qk[:, :heads], qk[:, heads:]
-        store.write(index, batch.blocks_T, batch.offsets_T, k, v)
+        store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
         if is_final:
-            spans, q, x_TC = batch.answer_spans, q[batch.answer_rows_L], x_TC[batch.answer_rows_L]
-        attended = attend(q, k, v, spans, store=store, layer=index)
-        x_TC = x_TC + F.linear(attended, layer.out, layer.out_bias)
-        h = F.rms_norm(x_TC, (spec.hidden,), layer.ffn_norm, spec.norm_eps)
-        gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x_TC + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            spans, q = batch.answer_spans, q[batch.answer_rows_L]
+        return attend(q, k, v, spans, store=store, layer=place)
 
+    def _qk_norm(self, qk_THD: Tensor) -> Tensor:
+        """Divide by the root mean square: of each head, or of all of q and of all of k."""
+        spec = self.spec
+        if not spec.has_wide_qk_norm:
+            return F.rms_norm(qk_THD, (spec.head_dim,), None, spec.norm_eps)
+        parts = qk_THD[:, : spec.heads], qk_THD[:, spec.heads :]
+        return torch.cat(
+            [F.rms_norm(part, part.shape[1:], None, spec.norm_eps) for part in parts], 1
+        )
 
-def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return f32 [D / 2] angles per position; dimension i turns together with i + D / 2."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        # Wavelengths much shorter than the original context stay, much longer ones are
-        # stretched by `factor`, those between are blended.
-        turns = rope.original_context_tokens * frequencies / (2 * math.pi)
-        span = rope.high_freq_factor - rope.low_freq_factor
-        keep = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
-        return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
-    return frequencies
+    def _feed_forward(self, layer: LayerWeights, h_TC: Tensor) -> Tensor:
+        """Return what the MLP, or the experts with the shared ones, add to each row."""
+        added = None
+        if layer.gate_up is not None and layer.down is not None:
+            gate, up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            added = F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if layer.moe is not None and self.spec.moe is not None:
+            routed = experts_forward(h_TC, layer.moe, self.spec.moe)
+            added = routed if added is None else routed + added
+        if added is None:
+            raise InvariantError("a layer has an MLP or experts")
+        return added
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return RMSNorm over the last dimension."""
+        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
