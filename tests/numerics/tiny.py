@@ -15,11 +15,23 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from wavepp_worker.model.spec import FAMILIES, read_spec, tensor_shapes
+from wavepp_worker.model.spec import FAMILIES, is_offset_norm, read_spec, tensor_shapes
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 BOS, EOS = 1, 2
 VOCAB = len(SPECIAL_TOKENS) + 256
+QWEN3_NEXT = {
+    # At 1e-6 a head whose output happens to be tiny has its rounding blown up by its own norm.
+    "rms_norm_eps": 1e-4,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "mlp_only_layers": list(range(5)),
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -38,7 +50,7 @@ def make_tiny_model(
     """Write a model folder and return its path; equal arguments give equal bytes.
 
     Args:
-        family: "llama", "qwen2" or "qwen3".
+        family: "llama", "qwen2", "qwen3" or "qwen3_next".
         shards: safetensors files; more than one come with an index.
         config: keys of config.json to add or replace.
     """
@@ -76,18 +88,24 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": EOS,
-    }
+    } | (QWEN3_NEXT if family == "qwen3_next" else {})
 
 
 def _write_weights(folder: Path, seed: int, shards: int) -> None:
     spec = read_spec(folder)
     generator = torch.Generator().manual_seed(seed)
+    # Delta layers multiply differences: at 1.5 transformers' own rounding comes near the tolerance.
+    scale = 1.5 if spec.delta is None else 1.0
     tensors = {}
     for name, shape in tensor_shapes(spec, 0, spec.layers).items():
         noise = torch.randn(shape, generator=generator)
         # Norms near one, everything else large enough that a mistake anywhere shows in the logits.
-        is_norm = name.endswith("norm.weight")
-        values = 1.0 + 0.1 * noise if is_norm else noise * 1.5 * shape[-1] ** -0.5
+        if name.endswith("norm.weight"):
+            values = 0.1 * noise + (not is_offset_norm(spec, name))
+        elif name.endswith("A_log"):
+            values = noise - 3.0  # from slow decays, which keep the whole prompt, to quick ones
+        else:
+            values = noise * scale * shape[-1] ** -0.5
         tensors[name] = values.to(getattr(torch, spec.dtype))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -22,6 +22,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     dtype: str  # "float32" | "bfloat16" | "float16"
     dtype_bytes: int
     fingerprint: str  # names the weights and the cache format; equal on every worker of this model
+    delta_layers: tuple[int, ...] = ()  # indices of those that keep a state instead of blocks
+    state_layer_bytes: int = 0  # of one such layer in one slot
 
 
 class StagePlan(Struct, frozen=True, kw_only=True):
@@ -46,6 +48,20 @@ class Plan(Struct, frozen=True, kw_only=True):
     floor_fraction: float
     context_tokens: int  # longest prompt accepted
     fingerprint: str
+
+
+def refuse_states(facts: ModelFacts) -> None:
+    """Refuse a model whose prompts end in a state: decode workers can be handed blocks only.
+
+    Raises:
+        ConfigError: it has linear-attention layers.
+    """
+    if facts.delta_layers:
+        raise ConfigError(
+            f"{facts.family}: {len(facts.delta_layers)} of {facts.layers} layers keep a recurrent "
+            "state, which the hand-off to decode workers does not carry yet; serve a model with "
+            "attention layers only"
+        )
 
 
 def balanced_layers(layers: int, stages: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ device, has the same ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from wavepp_worker.base.errors import check
+from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
-from wavepp_worker.model.spec import ModelSpec, model_folder, tensor_shapes
+from wavepp_worker.model.delta_layer import DeltaWeights
+from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order
+from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors of this stage)
@@ -56,7 +58,7 @@ def load_stage(
     shapes = tensor_shapes(spec, first, stop)
     source: TensorSource
     if load_format == "dummy":
-        source = DummySource(seed)
+        source = DummySource(seed, {name for name in shapes if is_offset_norm(spec, name)})
     else:
         index = read_index(model_folder(folder))
         check_tensors(index, shapes)
@@ -84,13 +86,14 @@ class SafetensorsSource:
 class DummySource:
     """Random weights that keep activations near one: unit norms, matrices scaled by fan-in."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, offset_norms: Container[str] = ()) -> None:
         self._seed = seed
+        self._offset_norms = offset_norms
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of this name; equal for equal seed, name and shape."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, 0.0 if name in self._offset_norms else 1.0)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
@@ -123,34 +126,71 @@ class _StageBuilder:
             embedding = self._fused("model.embed_tokens.weight")
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(first, stop))
         if stop == spec.layers:
-            norm = self._fused("model.norm.weight")
+            norm = self._norm("model.norm.weight")
             head = embedding if spec.is_tied else self._fused("lm_head.weight")
         return StageWeights(
             embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
         )
 
     def _layer(self, block: str) -> LayerWeights:
-        spec, attention, mlp = self._spec, f"{block}.self_attn", f"{block}.mlp"
-        qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
+        spec, mlp = self._spec, f"{block}.mlp"
+        is_delta = f"{block}.linear_attn.A_log" in self._shapes
+        mixer = self._delta(block) if is_delta else self._attention(f"{block}.self_attn")
         gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        qk_norm = None
-        if spec.has_qk_norm:
-            q_norm = self._fused(f"{attention}.q_norm.weight").expand(spec.heads, -1)
-            k_norm = self._fused(f"{attention}.k_norm.weight").expand(spec.kv_heads, -1)
-            qk_norm = torch.cat((q_norm, k_norm))
         return LayerWeights(
-            attention_norm=self._fused(f"{block}.input_layernorm.weight"),
-            qkv=self._weight(qkv),
-            qkv_bias=self._bias(qkv, spec.has_qkv_bias),
-            qk_norm=qk_norm,
-            out=self._weight([f"{attention}.o_proj"]),
-            out_bias=self._bias([f"{attention}.o_proj"], spec.has_out_bias),
-            ffn_norm=self._fused(f"{block}.post_attention_layernorm.weight"),
+            attention_norm=self._norm(f"{block}.input_layernorm.weight"),
+            **mixer,
+            ffn_norm=self._norm(f"{block}.post_attention_layernorm.weight"),
             gate_up=self._weight(gate_up),
             gate_up_bias=self._bias(gate_up, spec.has_mlp_bias),
             down=self._weight([f"{mlp}.down_proj"]),
             down_bias=self._bias([f"{mlp}.down_proj"], spec.has_mlp_bias),
         )
+
+    def _attention(self, attention: str) -> dict[str, Any]:
+        spec = self._spec
+        modules = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
+        qkv, bias = self._weight(modules), self._bias(modules, spec.has_qkv_bias)
+        if spec.has_attention_gate:
+            order = attention_input_order(spec.heads, spec.kv_heads, spec.head_dim)
+            qkv, bias = qkv[order], None if bias is None else bias[order]
+        qk_norm = None
+        if spec.has_qk_norm:
+            q_norm = self._norm(f"{attention}.q_norm.weight").expand(spec.heads, -1)
+            k_norm = self._norm(f"{attention}.k_norm.weight").expand(spec.kv_heads, -1)
+            qk_norm = torch.cat((q_norm, k_norm))
+        return {
+            "qkv": qkv,
+            "qkv_bias": bias,
+            "qk_norm": qk_norm,
+            "out": self._weight([f"{attention}.o_proj"]),
+            "out_bias": self._bias([f"{attention}.o_proj"], spec.has_out_bias),
+        }
+
+    def _delta(self, block: str) -> dict[str, Any]:
+        spec, layer = self._spec.delta, f"{block}.linear_attn"
+        if spec is None:
+            raise InvariantError("a model with delta layers describes them")
+        inputs = self._weight([f"{layer}.in_proj_qkvz", f"{layer}.in_proj_ba"])
+        return {
+            "qkv": inputs[delta_input_order(spec)],
+            "qkv_bias": None,
+            "qk_norm": None,
+            "out": self._weight([f"{layer}.out_proj"]),
+            "out_bias": None,
+            "delta": DeltaWeights(
+                convolution=self._weight([f"{layer}.conv1d"])[:, 0],
+                a_log=self._fused(f"{layer}.A_log", dtype=torch.float32),
+                decay_bias=self._fused(f"{layer}.dt_bias", dtype=torch.float32),
+                norm=self._norm(f"{layer}.norm.weight"),
+            ),
+        }
+
+    def _norm(self, name: str) -> Tensor:
+        """Return a norm's weight; f32 if it is stored as the distance from one."""
+        if is_offset_norm(self._spec, name):
+            return self._fused(name, dtype=torch.float32) + 1.0
+        return self._fused(name)
 
     def _weight(self, modules: Sequence[str]) -> Tensor:
         return self._fused(*(f"{module}.weight" for module in modules))
@@ -158,11 +198,15 @@ class _StageBuilder:
     def _bias(self, modules: Sequence[str], is_present: bool) -> Tensor | None:
         return self._fused(*(f"{module}.bias" for module in modules)) if is_present else None
 
-    def _fused(self, *names: str) -> Tensor:
-        """Return the named tensors, stacked along their rows, in the stage's type and device."""
+    def _fused(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the named tensors, stacked along their rows, on the stage's device.
+
+        Args:
+            dtype: default: the stage's.
+        """
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        fused = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             fused[start : start + shape[0]].copy_(self._source.get(name, shape))

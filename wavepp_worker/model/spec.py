@@ -2,7 +2,8 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention: Llama, Qwen2, Qwen3.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-Next, whose other layers
+are linear attention.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
+from wavepp_worker.model import qwen3_next
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
+from wavepp_worker.model.delta_spec import DeltaSpec
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_next"]
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
+HEAD_DIMS: Final[dict[Family, int]] = {"qwen3": 128, "qwen3_next": qwen3_next.HEAD_DIM}
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
 
@@ -39,6 +44,7 @@ class RopeSpec(Struct, frozen=True, kw_only=True):
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_context_tokens: int = 0  # llama3
+    fraction: float = 1.0  # of each head's dimensions, the first ones, turn
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -61,6 +67,14 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     has_out_bias: bool
     has_mlp_bias: bool
     dtype: str  # compute and cache type, a key of DTYPE_BYTES
+    delta: DeltaSpec | None = None  # the linear-attention layers
+    has_offset_norms: bool = False  # norm weights are stored as their distance from one
+    has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a state instead of keys and values."""
+        return self.delta.layers if self.delta else ()
 
 
 class _Checkpoint(Struct, kw_only=True):
@@ -85,6 +99,7 @@ class _Checkpoint(Struct, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float | None = None  # read where the family has one
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -122,6 +137,8 @@ def read_facts(
         dtype=spec.dtype,
         dtype_bytes=DTYPE_BYTES[spec.dtype],
         fingerprint=identity.hexdigest()[:32],
+        delta_layers=spec.delta_layers,
+        state_layer_bytes=spec.delta.layer_bytes(DTYPE_BYTES[spec.dtype]) if spec.delta else 0,
     )
 
 
@@ -144,12 +161,17 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     _refuse_unsupported(raw, path)
     heads = raw.num_attention_heads
     kv_heads = raw.num_key_value_heads or heads
-    # Qwen3 is the one family whose head size does not default to hidden / heads.
-    head_dim = raw.head_dim or (128 if family == "qwen3" else raw.hidden_size // heads)
+    # The Qwen3 families' head size does not default to hidden / heads.
+    head_dim = raw.head_dim or HEAD_DIMS.get(family, raw.hidden_size // heads)
+    is_next = family == "qwen3_next"
     if heads % kv_heads:
         raise ConfigError(f"{path}: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    if head_dim % 2:
-        raise ConfigError(f"{path}: head_dim {head_dim} is odd; rotary positions need pairs")
+    rope = _rope(raw, path, is_partial=is_next)
+    if int(head_dim * rope.fraction) % 2:
+        raise ConfigError(
+            f"{path}: head_dim {head_dim}, of which {rope.fraction:g} turn, is odd; rotary "
+            "positions need pairs"
+        )
     return ModelSpec(
         family=family,
         layers=raw.num_hidden_layers,
@@ -161,13 +183,16 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw, path),
+        rope=rope,
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=family in ("qwen3", "qwen3_next"),
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
+        delta=qwen3_next.read_delta(tree, path) if is_next else None,
+        has_offset_norms=is_next,
+        has_attention_gate=is_next,
     )
 
 
@@ -202,13 +227,17 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
     for layer in range(first, stop):
         block = f"model.layers.{layer}"
         shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
-        linear(f"{block}.self_attn.q_proj", q_rows, spec.hidden, spec.has_qkv_bias)
-        linear(f"{block}.self_attn.k_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
-        linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
-        linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
-        if spec.has_qk_norm:
-            shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
-            shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
+        if spec.delta is not None and layer in spec.delta_layers:
+            shapes |= qwen3_next.delta_shapes(block, spec.delta, spec.hidden)
+        else:
+            gated_rows = q_rows * (1 + spec.has_attention_gate)
+            linear(f"{block}.self_attn.q_proj", gated_rows, spec.hidden, spec.has_qkv_bias)
+            linear(f"{block}.self_attn.k_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
+            linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
+            linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
+            if spec.has_qk_norm:
+                shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
+                shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
         linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
         linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
@@ -218,6 +247,12 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
         if not spec.is_tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     return shapes
+
+
+def is_offset_norm(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor is a norm's weight, stored as its distance from one."""
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    return is_norm and spec.has_offset_norms
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -251,7 +286,7 @@ def _refuse_unsupported(raw: _Checkpoint, path: Path) -> None:
         raise ConfigError(f"{path}: sliding-window attention is not supported")
 
 
-def _rope(raw: _Checkpoint, path: Path) -> RopeSpec:
+def _rope(raw: _Checkpoint, path: Path, *, is_partial: bool) -> RopeSpec:
     """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
     scaling = raw.rope_parameters or raw.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -259,9 +294,17 @@ def _rope(raw: _Checkpoint, path: Path) -> RopeSpec:
         raise ConfigError(
             f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
         )
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+    fraction = scaling.get("partial_rotary_factor", 1.0)
+    if is_partial:
+        default = raw.partial_rotary_factor or qwen3_next.ROTARY_FRACTION
+        fraction = scaling.get("partial_rotary_factor", default)
+    elif fraction != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
-    fields = {"kind": kind, "theta": scaling.get("rope_theta", raw.rope_theta or 10_000.0)}
+    fields = {
+        "kind": kind,
+        "theta": scaling.get("rope_theta", raw.rope_theta or 10_000.0),
+        "fraction": fraction,
+    }
     if kind != "default":
         fields["factor"] = scaling.get("factor")
     if kind == "llama3":

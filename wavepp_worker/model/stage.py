@@ -18,21 +18,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from wavepp_worker.base.errors import check
+from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention import attend
+from wavepp_worker.model.delta_layer import DeltaWeights, delta_layer
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
 from wavepp_worker.model.spec import ModelSpec, RopeSpec
+from wavepp_worker.model.state_store import StateStore
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; projections that read the same input are fused along their output rows."""
+    """One layer; projections that read the same input are fused along their output rows.
+
+    Norm weights are f32 where they are stored as their distance from one.
+    """
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor  # q, k, v, and the gate of a gated attention; of a delta layer all its inputs
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [heads + kv_heads, D]: q_norm repeated, then k_norm repeated
     out: Tensor
@@ -42,6 +47,7 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    delta: DeltaWeights | None = None  # a linear-attention layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,10 @@ class StageModel:
         self.device = weights.layers[0].qkv.device
         self._weights = weights
         self._frequencies = rotary_frequencies(spec.rope, spec.head_dim).to(self.device)
+        # Index of each layer among those of its kind, as its store numbers them.
+        is_delta = [layer.delta is not None for layer in weights.layers]
+        self._places = [is_delta[:index].count(kind) for index, kind in enumerate(is_delta)]
+        self.delta_count = sum(is_delta)
 
     def input_spec(self, tokens: int) -> dict[str, TensorSpec]:
         """Return name → (shape, dtype) of the inputs of a wave of `tokens` tokens.
@@ -80,7 +90,7 @@ class StageModel:
     def make_store(self, blocks: int, block_tokens: int, host_blocks: int = 0) -> KvStore:
         """Return a zeroed pool of `blocks` blocks on this stage's device, and one on the host."""
         return KvStore(
-            layers=len(self._weights.layers),
+            layers=len(self._weights.layers) - self.delta_count,
             blocks=blocks,
             kv_heads=self.spec.kv_heads,
             block_tokens=block_tokens,
@@ -90,14 +100,32 @@ class StageModel:
             host_blocks=host_blocks,
         )
 
+    def make_states(self, slots: int, host_slots: int = 0) -> StateStore | None:
+        """Return zeroed slots for working states and snapshots; None without delta layers."""
+        if self.spec.delta is None or not self.delta_count:
+            return None
+        return StateStore(
+            self.spec.delta,
+            layers=self.delta_count,
+            slots=slots,
+            dtype=self.dtype,
+            device=self.device,
+            host_slots=host_slots,
+        )
+
     @torch.inference_mode()
     def forward(
-        self, batch: WaveBatch, inputs: Mapping[str, Tensor], store: KvStore
+        self,
+        batch: WaveBatch,
+        inputs: Mapping[str, Tensor],
+        store: KvStore,
+        states: StateStore | None = None,
     ) -> dict[str, Tensor]:
-        """Run a wave; its keys and values are in `store` afterwards.
+        """Run a wave; its keys, values and states are in the stores afterwards.
 
         Args:
             inputs: as `input_spec` says; the first stage's "tokens" is `batch.tokens_T`.
+            states: from `make_states`; the working states are those before the wave's chunks.
 
         Returns:
             {"hidden": [T, C] of the stage's dtype}; on the last stage {"logits": f32 [L, V]}, row i
@@ -113,50 +141,119 @@ class StageModel:
         cos, sin = angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype)
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
-            x = self._layer(
-                layer, x, (cos, sin), batch, store=store, index=index, is_final=index == final
+            h, place, is_final = (
+                self._norm(x, layer.attention_norm),
+                self._places[index],
+                index == final,
             )
+            if layer.delta is None:
+                mixed = self._attention(
+                    layer, h, (cos, sin), batch, store=store, place=place, is_final=is_final
+                )
+            else:
+                mixed = self._delta(layer, layer.delta, h, batch, states=states, place=place)
+                if is_final:
+                    mixed = mixed[batch.answer_rows_L]
+            if is_final:
+                x = x[batch.answer_rows_L]
+            x = self._feed_forward(layer, x + F.linear(mixed, layer.out, layer.out_bias))
         if weights.norm is None or weights.head is None:
             return {"hidden": x}
-        x = F.rms_norm(x, (self.spec.hidden,), weights.norm, self.spec.norm_eps)
+        x = self._norm(x, weights.norm)
         return {"logits": F.linear(x, weights.head).float()}
 
-    def _layer(
+    def _attention(
         self,
         layer: LayerWeights,
-        x_TC: Tensor,
+        h_TC: Tensor,
         rotation_T1D: tuple[Tensor, Tensor],
         batch: WaveBatch,
         *,
         store: KvStore,
-        index: int,
+        place: int,
         is_final: bool,
     ) -> Tensor:
+        """Return the attention output [T, H * D], of the final layer [L, H * D]."""
         spec = self.spec
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        h = F.rms_norm(x_TC, (spec.hidden,), layer.attention_norm, spec.norm_eps)
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
+        rows = F.linear(h_TC, layer.qkv, layer.qkv_bias)
+        qkv, gate_TX = torch.split(
+            rows, [(heads + 2 * kv_heads) * dim, heads * dim * spec.has_attention_gate], dim=-1
+        )
+        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (dim,), None, spec.norm_eps) * layer.qk_norm
+            qk = self._norm(qk, layer.qk_norm)
         cos_T1D, sin_T1D = rotation_T1D
-        low, high = qk.chunk(2, dim=-1)
-        qk = torch.cat((low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D), dim=-1)
+        turning = 2 * cos_T1D.shape[-1]
+        low, high = qk[..., :turning].chunk(2, dim=-1)
+        qk = torch.cat(
+            (
+                low * cos_T1D - high * sin_T1D,
+                high * cos_T1D + low * sin_T1D,
+                qk[..., turning:],
+            ),
+            dim=-1,
+        )
         q, k = qk[:, :heads], qk[:, heads:]
-        store.write(index, batch.blocks_T, batch.offsets_T, k, v)
+        store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
         if is_final:
-            spans, q, x_TC = batch.answer_spans, q[batch.answer_rows_L], x_TC[batch.answer_rows_L]
-        attended = attend(q, k, v, spans, store=store, layer=index)
-        x_TC = x_TC + F.linear(attended, layer.out, layer.out_bias)
-        h = F.rms_norm(x_TC, (spec.hidden,), layer.ffn_norm, spec.norm_eps)
+            spans, q, gate_TX = (
+                batch.answer_spans,
+                q[batch.answer_rows_L],
+                gate_TX[batch.answer_rows_L],
+            )
+        attended = attend(q, k, v, spans, store=store, layer=place)
+        return attended * gate_TX.sigmoid() if spec.has_attention_gate else attended
+
+    def _delta(
+        self,
+        layer: LayerWeights,
+        delta: DeltaWeights,
+        h_TC: Tensor,
+        batch: WaveBatch,
+        *,
+        states: StateStore | None,
+        place: int,
+    ) -> Tensor:
+        """Return [T, H * V] of a delta layer; every row's state counts, whoever wants a token."""
+        spec = self.spec.delta
+        if spec is None or states is None:
+            raise InvariantError("a delta layer has a state store")
+        check(len(batch.state_spans) > 0, "chunks of this stage come with states")
+        return delta_layer(
+            F.linear(h_TC, layer.qkv),
+            delta,
+            spec,
+            batch.state_spans,
+            norm_eps=self.spec.norm_eps,
+            store=states,
+            layer=place,
+        )
+
+    def _feed_forward(self, layer: LayerWeights, x_TC: Tensor) -> Tensor:
+        h = self._norm(x_TC, layer.ffn_norm)
         gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         return x_TC + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
 
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return RMSNorm over the last dimension; in f32 throughout if the weight is."""
+        shape, eps = x.shape[-1:], self.spec.norm_eps
+        if weight.dtype != x.dtype:
+            return (F.rms_norm(x.float(), shape, None, eps) * weight).to(x.dtype)
+        if weight.ndim == 1:
+            return F.rms_norm(x, shape, weight, eps)
+        return F.rms_norm(x, shape, None, eps) * weight
+
 
 def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return f32 [D / 2] angles per position; dimension i turns together with i + D / 2."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Return f32 [R / 2] angles per position, R = the turning first part of the head dimension.
+
+    Dimension i turns together with i + R / 2.
+    """
+    turning = int(head_dim * rope.fraction)
+    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / turning
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor

@@ -1,0 +1,136 @@
+"""Qwen3-Next: three gated delta layers (GDN) to one gated attention layer, all norms around one.
+
+    x += Mixer(Norm(x)) ;  x += MLP(Norm(x))
+    attention   q_proj makes, per head, a query and a gate; the output is scaled by its sigmoid
+    GDN         in_proj_qkvz makes, per key head, q, k and its value heads' v and z;
+                in_proj_ba, per key head, its value heads' beta and decay inputs
+
+Rows are brought into the order [all q, all k, all v, ...] when weights are loaded.  Only layers
+with a dense MLP are understood so far.  Not for anything that needs torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.model.delta_spec import DeltaSpec
+
+Count = Annotated[int, Meta(ge=1)]
+
+HEAD_DIM = 256  # the family's default
+ROTARY_FRACTION = 0.25  # the family's default
+
+
+class _Checkpoint(Struct, kw_only=True):
+    """What config.json says beyond every family's keys; defaults as in transformers."""
+
+    num_hidden_layers: int
+    layer_types: list[str] | None = None
+    full_attention_interval: Count = 4
+    linear_conv_kernel_dim: Annotated[int, Meta(ge=2)] = 4
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
+    linear_num_key_heads: Count = 16
+    linear_num_value_heads: Count = 32
+    num_experts: int = 512
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: list[int] | None = None
+
+
+def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
+    """Return the delta layers of a config.json; None if all layers are attention.
+
+    Raises:
+        ConfigError: layers of another kind, layers with experts, or heads that do not pair up.
+    """
+    try:
+        raw = msgspec.convert(tree, _Checkpoint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    count, interval = raw.num_hidden_layers, raw.full_attention_interval
+    kinds = raw.layer_types or [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+        for layer in range(count)
+    ]
+    unknown = set(kinds) - {"full_attention", "linear_attention"}
+    if unknown or len(kinds) != count:
+        raise ConfigError(
+            f"{path}: layer_types {kinds!r}: one of full_attention, linear_attention "
+            f"for each of {count} layers"
+        )
+    sparse = [layer for layer in range(count) if _has_experts(raw, layer)]
+    if sparse:
+        raise ConfigError(
+            f"{path}: layers {sparse[0]} to {sparse[-1]} have experts; Qwen3-Next is supported "
+            "with dense MLPs only (mlp_only_layers, decoder_sparse_step, num_experts)"
+        )
+    if raw.linear_num_value_heads % raw.linear_num_key_heads:
+        raise ConfigError(
+            f"{path}: {raw.linear_num_value_heads} linear value heads cannot share "
+            f"{raw.linear_num_key_heads} key heads evenly"
+        )
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if not layers:
+        return None
+    return DeltaSpec(
+        layers=layers,
+        key_heads=raw.linear_num_key_heads,
+        value_heads=raw.linear_num_value_heads,
+        key_dim=raw.linear_key_head_dim,
+        value_dim=raw.linear_value_head_dim,
+        kernel=raw.linear_conv_kernel_dim,
+    )
+
+
+def delta_shapes(block: str, delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of one delta layer, norms and MLP aside."""
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    layer = f"{block}.linear_attn"
+    return {
+        f"{layer}.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+        f"{layer}.in_proj_ba.weight": (2 * delta.value_heads, hidden),
+        f"{layer}.conv1d.weight": (delta.channels, 1, delta.kernel),
+        f"{layer}.A_log": (delta.value_heads,),
+        f"{layer}.dt_bias": (delta.value_heads,),
+        f"{layer}.norm.weight": (delta.value_dim,),
+        f"{layer}.out_proj.weight": (hidden, values),
+    }
+
+
+def delta_input_order(delta: DeltaSpec) -> list[int]:
+    """Return the rows of [in_proj_qkvz, in_proj_ba] in the order q, k, v, z, beta, decay."""
+    served = delta.value_heads // delta.key_heads
+    values = served * delta.value_dim
+    first = _ungrouped(delta.key_heads, (delta.key_dim, delta.key_dim, values, values))
+    second = _ungrouped(delta.key_heads, (served, served))
+    return first + [len(first) + row for row in second]
+
+
+def attention_input_order(heads: int, kv_heads: int, head_dim: int) -> list[int]:
+    """Return the rows of [q_proj, k_proj, v_proj] in the order q, k, v, gate."""
+    mixed = _ungrouped(heads, (head_dim, head_dim))
+    queries, gates = mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]
+    rest = range(len(mixed), len(mixed) + 2 * kv_heads * head_dim)
+    return [*queries, *rest, *gates]
+
+
+def _has_experts(raw: _Checkpoint, layer: int) -> bool:
+    return (
+        layer not in (raw.mlp_only_layers or ())
+        and raw.num_experts > 0
+        and (layer + 1) % raw.decoder_sparse_step == 0
+    )
+
+
+def _ungrouped(groups: int, parts: tuple[int, ...]) -> list[int]:
+    """Return rows that lie group by group, each with all parts, part by part over all groups."""
+    size, order, start = sum(parts), [], 0
+    for part in parts:
+        order += [group * size + start + row for group in range(groups) for row in range(part)]
+        start += part
+    return order
