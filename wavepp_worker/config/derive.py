@@ -27,11 +27,12 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 class StagePlan(Struct, frozen=True, kw_only=True):
-    """One stage: layers [first, stop) and the size of one cache block."""
+    """One stage: layers [first, stop) and the sizes of what its windows consist of."""
 
     first: int
     stop: int
-    block_bytes: int
+    block_bytes: int  # 0: no attention layer, no attention window
+    state_bytes: int = 0  # of one slot: all recurrent layers; 0: no recurrent window
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -97,8 +98,14 @@ def derive(config: Config, facts: ModelFacts) -> Plan:
     layer_block_bytes = 2 * facts.kv_heads * facts.head_dim * facts.dtype_bytes * block
     plans, first = [], 0
     for count in counts:
+        states = sum(first <= layer < first + count for layer in facts.delta_layers)
         plans.append(
-            StagePlan(first=first, stop=first + count, block_bytes=count * layer_block_bytes)
+            StagePlan(
+                first=first,
+                stop=first + count,
+                block_bytes=(count - states) * layer_block_bytes,
+                state_bytes=states * facts.state_layer_bytes,
+            )
         )
         first += count
     waves = config.planner.wave_tokens_max

@@ -44,7 +44,7 @@ class KvStore:
             (blocks, layers, 2, kv_heads, block_tokens, head_dim), dtype=dtype, device=device
         )
         self.host_pool = torch.zeros((host_blocks, *self.pool.shape[1:]), dtype=dtype)
-        if self.pool.is_cuda and host_blocks:
+        if self.pool.is_cuda and self.host_pool.nbytes:
             pin_while_alive(self, self.host_pool, self.pool.device)
         self.layers = layers
         self.blocks = blocks

@@ -77,6 +77,7 @@ class StageModel:
         is_delta = [layer.delta is not None for layer in weights.layers]
         self._places = [is_delta[:index].count(kind) for index, kind in enumerate(is_delta)]
         self.delta_count = sum(is_delta)
+        self.has_attention = not all(is_delta)
 
     def input_spec(self, tokens: int) -> dict[str, TensorSpec]:
         """Return name → (shape, dtype) of the inputs of a wave of `tokens` tokens.
