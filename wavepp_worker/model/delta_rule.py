@@ -83,9 +83,13 @@ def short_convolution(x_TC: Tensor, weight_CW: Tensor, tail_RC: Tensor) -> tuple
     Args:
         tail_RC: the last R = W - 1 rows before `x_TC`, zeros at the start of a sequence.
     """
+    # A convolution kernel may choose another algorithm for another length, and on CUDA 19 bits.
+    tokens, weight_WC = len(x_TC), weight_CW.t().float()
     rows = torch.cat((tail_RC.to(x_TC.dtype), x_TC))
-    mixed = F.conv1d(rows.t()[None], weight_CW[:, None], groups=len(weight_CW))[0].t()
-    return F.silu(mixed), rows[len(x_TC) :]
+    mixed_TC = rows[:tokens] * weight_WC[0]
+    for shift in range(1, len(weight_WC)):
+        mixed_TC = mixed_TC.addcmul(rows[shift : shift + tokens], weight_WC[shift])
+    return F.silu(mixed_TC).to(x_TC.dtype), rows[tokens:]
 
 
 def _chunks(part_THX: Tensor, size: int) -> Tensor:
