@@ -31,10 +31,11 @@ TABLE = tuple(random.Random(7).sample(range(64), 14))
 SPARE = tuple(slot for slot in range(64) if slot not in TABLE)
 WORKING, OTHER, OLD, FOREIGN = 3, 17, 18, 19  # state slots; snapshots lie at 20 + point / 16
 STATES = 1  # the recurrent window, as in `make_chunk`'s chunks
-VARIANTS: dict[str, dict[str, Any]] = {
-    "next": {},
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "next": ("qwen3_next", {}),
+    "qwen3_5": ("qwen3_5", {}),
     # The last layer keeps a state, states are not square, every value head has its own key head.
-    "state-last": {
+    "state-last": ("qwen3_next", {
         "layer_types": [
             f"{kind}_attention" for kind in ("full", "linear", "linear", "full", "linear")
         ],
@@ -44,8 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 10,
         "tie_word_embeddings": True,
         "attention_bias": True,
-    },
-}
+    }),
+}  # fmt: skip
+SHAPES = ["next", "state-last"]  # "qwen3_5" differs from "next" in what is loaded alone
 ALL_CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]
 
 
@@ -66,9 +68,8 @@ def case_of(tmp_path_factory: pytest.TempPathFactory):
 
     @cache
     def make(variant: str) -> Case:
-        folder = make_tiny_model(
-            root / variant, "qwen3_next", seed=3, shards=2, config=VARIANTS[variant]
-        )
+        family, config = VARIANTS[variant]
+        folder = make_tiny_model(root / variant, family, seed=3, shards=2, config=config)
         oracle = Oracle(folder)
         prompt = make_prompt(11, PROMPT_TOKENS)
         return Case(folder, oracle, prompt, oracle.logits(prompt), oracle.states(prompt))
@@ -136,7 +137,7 @@ def assert_rows(got: torch.Tensor, case: Case, chunks: Sequence[int], start: int
 
 
 @pytest.mark.parametrize("bounds", ALL_CUTS, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHAPES)
 def test_every_cut_equals_transformers(case_of, variant: str, bounds: tuple[int, ...]) -> None:
     """Stages with both kinds of layers, and with one kind only."""
     case, chunks = case_of(variant), [80, 112, 1]
@@ -169,7 +170,7 @@ def test_chunks_equal_transformers(case_of, variant: str, chunks: list[int]) -> 
 
 @pytest.mark.parametrize("way", ["device", "host"])
 @pytest.mark.parametrize("point", [16, 64, 112, 192])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHAPES)
 def test_resuming_from_every_snapshot_equals_transformers(
     case_of, variant: str, point: int, way: str
 ) -> None:
@@ -201,7 +202,7 @@ def test_resuming_from_every_snapshot_equals_transformers(
         assert_states(pipeline, snapshot, case.oracle.states(case.prompt[:point]))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHAPES)
 def test_many_requests_in_one_wave_equal_transformers(case_of, variant: str) -> None:
     """A wave mixes a resumed chunk, fresh ones, a single token and one that wants nothing."""
     case = case_of(variant)

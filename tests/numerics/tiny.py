@@ -20,7 +20,7 @@ from wavepp_worker.model.spec import FAMILIES, is_offset_norm, read_spec, tensor
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 BOS, EOS = 1, 2
 VOCAB = len(SPECIAL_TOKENS) + 256
-QWEN3_NEXT = {
+HYBRID = {
     # At 1e-6 a head whose output happens to be tiny has its rounding blown up by its own norm.
     "rms_norm_eps": 1e-4,
     "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
@@ -30,8 +30,8 @@ QWEN3_NEXT = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
-    "mlp_only_layers": list(range(5)),
 }
+HYBRIDS = {"qwen3_next": HYBRID | {"mlp_only_layers": list(range(5))}, "qwen3_5": HYBRID}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -50,7 +50,7 @@ def make_tiny_model(
     """Write a model folder and return its path; equal arguments give equal bytes.
 
     Args:
-        family: "llama", "qwen2", "qwen3" or "qwen3_next".
+        family: "llama", "qwen2", "qwen3", "qwen3_next" or "qwen3_5".
         shards: safetensors files; more than one come with an index.
         config: keys of config.json to add or replace.
     """
@@ -70,7 +70,7 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
     architecture = next(name for name, value in FAMILIES.items() if value == family)
     return {
         "architectures": [architecture],
-        "model_type": family,
+        "model_type": "qwen3_5_text" if family == "qwen3_5" else family,
         "hidden_act": "silu",
         "dtype": dtype,
         "hidden_size": 64,
@@ -88,7 +88,7 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": EOS,
-    } | (QWEN3_NEXT if family == "qwen3_next" else {})
+    } | HYBRIDS.get(family, {})
 
 
 def _write_weights(folder: Path, seed: int, shards: int) -> None:

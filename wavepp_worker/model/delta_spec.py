@@ -17,6 +17,7 @@ class DeltaSpec(Struct, frozen=True, kw_only=True):
         layers: their indices in the model, rising.
         key_heads: each serves value_heads / key_heads neighbouring value heads.
         kernel: width of the convolution over queries, keys and values.
+        is_grouped: the checkpoint's input projections lie key head by key head.
     """
 
     layers: tuple[int, ...]
@@ -25,6 +26,7 @@ class DeltaSpec(Struct, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     kernel: int
+    is_grouped: bool = False
 
     @property
     def channels(self) -> int:

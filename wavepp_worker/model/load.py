@@ -18,7 +18,7 @@ from torch import Tensor
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
 from wavepp_worker.model.delta_layer import DeltaWeights
-from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order
+from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
 from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 
@@ -171,7 +171,7 @@ class _StageBuilder:
         spec, layer = self._spec.delta, f"{block}.linear_attn"
         if spec is None:
             raise InvariantError("a model with delta layers describes them")
-        inputs = self._weight([f"{layer}.in_proj_qkvz", f"{layer}.in_proj_ba"])
+        inputs = self._weight([f"{layer}.{name}" for name in delta_inputs(spec)])
         return {
             "qkv": inputs[delta_input_order(spec)],
             "qkv_bias": None,

@@ -1,12 +1,13 @@
-"""Qwen3-Next: three gated delta layers (GDN) to one gated attention layer, all norms around one.
+"""Qwen3-Next and Qwen3.5: three gated delta layers (GDN) to one gated attention, norms around one.
 
     x += Mixer(Norm(x)) ;  x += MLP(Norm(x))
     attention   q_proj makes, per head, a query and a gate; the output is scaled by its sigmoid
-    GDN         in_proj_qkvz makes, per key head, q, k and its value heads' v and z;
-                in_proj_ba, per key head, its value heads' beta and decay inputs
+    GDN         Qwen3-Next's in_proj_qkvz makes, per key head, q, k and its value heads' v and z;
+                in_proj_ba, per key head, its value heads' beta and decay inputs;
+                Qwen3.5 has a projection for each: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a
 
 Rows are brought into the order [all q, all k, all v, ...] when weights are loaded.  Only layers
-with a dense MLP are understood so far.  Not for anything that needs torch.
+with a dense MLP are understood so far, which Qwen3.5 always has.  Not for what needs torch.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ class _Checkpoint(Struct, kw_only=True):
     mlp_only_layers: list[int] | None = None
 
 
-def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
+def read_delta(tree: dict[str, Any], path: Path, *, is_next: bool) -> DeltaSpec | None:
     """Return the delta layers of a config.json; None if all layers are attention.
+
+    Args:
+        is_next: Qwen3-Next; else Qwen3.5, whose layers have no experts.
 
     Raises:
         ConfigError: layers of another kind, layers with experts, or heads that do not pair up.
@@ -63,7 +67,7 @@ def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
             f"{path}: layer_types {kinds!r}: one of full_attention, linear_attention "
             f"for each of {count} layers"
         )
-    sparse = [layer for layer in range(count) if _has_experts(raw, layer)]
+    sparse = [layer for layer in range(count) if is_next and _has_experts(raw, layer)]
     if sparse:
         raise ConfigError(
             f"{path}: layers {sparse[0]} to {sparse[-1]} have experts; Qwen3-Next is supported "
@@ -84,16 +88,29 @@ def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
         key_dim=raw.linear_key_head_dim,
         value_dim=raw.linear_value_head_dim,
         kernel=raw.linear_conv_kernel_dim,
+        is_grouped=is_next,
     )
+
+
+def delta_inputs(delta: DeltaSpec) -> dict[str, int]:
+    """Return name -> rows of the modules that read a delta layer's input."""
+    heads, values = delta.value_heads, delta.value_heads * delta.value_dim
+    if delta.is_grouped:
+        return {"in_proj_qkvz": delta.channels + values, "in_proj_ba": 2 * heads}
+    return {
+        "in_proj_qkv": delta.channels,
+        "in_proj_z": values,
+        "in_proj_b": heads,
+        "in_proj_a": heads,
+    }
 
 
 def delta_shapes(block: str, delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors of one delta layer, norms and MLP aside."""
-    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    values = delta.value_heads * delta.value_dim
     layer = f"{block}.linear_attn"
     return {
-        f"{layer}.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
-        f"{layer}.in_proj_ba.weight": (2 * delta.value_heads, hidden),
+        **{f"{layer}.{name}.weight": (rows, hidden) for name, rows in delta_inputs(delta).items()},
         f"{layer}.conv1d.weight": (delta.channels, 1, delta.kernel),
         f"{layer}.A_log": (delta.value_heads,),
         f"{layer}.dt_bias": (delta.value_heads,),
@@ -103,7 +120,9 @@ def delta_shapes(block: str, delta: DeltaSpec, hidden: int) -> dict[str, tuple[i
 
 
 def delta_input_order(delta: DeltaSpec) -> list[int]:
-    """Return the rows of [in_proj_qkvz, in_proj_ba] in the order q, k, v, z, beta, decay."""
+    """Return the rows of all `delta_inputs` in the order q, k, v, z, beta, decay."""
+    if not delta.is_grouped:
+        return list(range(sum(delta_inputs(delta).values())))
     served = delta.value_heads // delta.key_heads
     values = served * delta.value_dim
     first = _ungrouped(delta.key_heads, (delta.key_dim, delta.key_dim, values, values))

@@ -2,8 +2,8 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-Next, whose other layers
-are linear attention.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-Next and Qwen3.5 (text),
+whose other layers are linear attention.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from wavepp_worker.model import qwen3_next
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
 from wavepp_worker.model.delta_spec import DeltaSpec
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_next"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_next", "qwen3_5"]
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
 }
-HEAD_DIMS: Final[dict[Family, int]] = {"qwen3": 128, "qwen3_next": qwen3_next.HEAD_DIM}
+HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
+HEAD_DIMS: Final[dict[Family, int]] = {
+    "qwen3": 128,
+    **dict.fromkeys(HYBRIDS, qwen3_next.HEAD_DIM),
+}
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
 
@@ -163,10 +168,10 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     kv_heads = raw.num_key_value_heads or heads
     # The Qwen3 families' head size does not default to hidden / heads.
     head_dim = raw.head_dim or HEAD_DIMS.get(family, raw.hidden_size // heads)
-    is_next = family == "qwen3_next"
+    is_hybrid = family in HYBRIDS
     if heads % kv_heads:
         raise ConfigError(f"{path}: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    rope = _rope(raw, path, is_partial=is_next)
+    rope = _rope(raw, path, is_partial=is_hybrid)
     if int(head_dim * rope.fraction) % 2:
         raise ConfigError(
             f"{path}: head_dim {head_dim}, of which {rope.fraction:g} turn, is odd; rotary "
@@ -185,14 +190,16 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         norm_eps=raw.rms_norm_eps,
         rope=rope,
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family in ("qwen3", "qwen3_next"),
+        has_qk_norm=family == "qwen3" or is_hybrid,
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
-        delta=qwen3_next.read_delta(tree, path) if is_next else None,
-        has_offset_norms=is_next,
-        has_attention_gate=is_next,
+        delta=qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
+        if is_hybrid
+        else None,
+        has_offset_norms=is_hybrid,
+        has_attention_gate=is_hybrid,
     )
 
 

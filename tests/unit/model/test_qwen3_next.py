@@ -1,4 +1,4 @@
-"""Qwen3-Next's config.json: which layers are what, and what is refused."""
+"""Qwen3-Next's and Qwen3.5's config.json: which layers are what, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from wavepp_worker.serving.ranks import read_plan
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-def read(folder: Path, **changes: Any) -> ModelSpec:
+def read(folder: Path, family: str = "qwen3_next", **changes: Any) -> ModelSpec:
     """Read the tiny config with changes; a change to None removes the key."""
-    tree = tiny_config("qwen3_next") | changes
+    tree = tiny_config(family) | changes
     tree = {name: value for name, value in tree.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(tree))
     return read_spec(folder)
@@ -51,6 +51,15 @@ def test_defaults_are_the_familys(tmp_path: Path) -> None:
     assert spec.delta is not None
     assert (spec.delta.key_heads, spec.delta.value_heads) == (16, 32)
     assert (spec.delta.key_dim, spec.delta.value_dim, spec.delta.kernel) == (128, 128, 4)
+
+
+def test_qwen3_5_has_no_experts_and_a_projection_for_each_input(tmp_path: Path) -> None:
+    spec = read(tmp_path, "qwen3_5", num_experts=512)
+    assert (spec.family, spec.delta_layers) == ("qwen3_5", (0, 1, 3))
+    assert (spec.has_offset_norms, spec.has_attention_gate, spec.rope.fraction) == (True, True, 0.5)
+    names = {name.split(".")[-2] for name in tensor_shapes(spec, 0, 1) if "in_proj" in name}
+    assert names == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
+    assert delta_input_order(spec.delta) == list(range(64 + 32 + 4 + 4))
 
 
 @pytest.mark.parametrize(
