@@ -84,7 +84,7 @@ def short_convolution(x_TC: Tensor, weight_CW: Tensor, tail_RC: Tensor) -> tuple
         tail_RC: the last R = W - 1 rows before `x_TC`, zeros at the start of a sequence.
     """
     # A convolution kernel may choose another algorithm for another length, and on CUDA 19 bits.
-    tokens, weight_WC = len(x_TC), weight_CW.t().float()
+    tokens, weight_WC = len(x_TC), weight_CW.t().float().contiguous()
     rows = torch.cat((tail_RC.to(x_TC.dtype), x_TC))
     mixed_TC = rows[:tokens] * weight_WC[0]
     for shift in range(1, len(weight_WC)):
