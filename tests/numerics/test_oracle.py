@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.numerics.cases import PROMPT_TOKENS, TABLE, assert_rows, case_maker
 from tests.numerics.pipeline import (
     BLOCK_TOKENS,
     TOLERANCE,
@@ -21,11 +18,9 @@ from tests.numerics.pipeline import (
     cuts_of,
     make_chunk,
 )
-from tests.numerics.tiny import VOCAB, make_tiny_model
+from tests.numerics.tiny import VOCAB
 from wavepp_worker.model import attention
 
-PROMPT_TOKENS = 193  # 12 blocks of 16 and one token
-TABLE = tuple(random.Random(7).sample(range(64), 14))
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -51,41 +46,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 ALL_CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]
 
 
-@dataclass
-class Case:
-    """A model folder with a prompt and the oracle's logits for it."""
-
-    folder: Path
-    oracle: Oracle
-    prompt: list[int]
-    want: torch.Tensor
-
-
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("models")
-
-    @cache
-    def make(variant: str) -> Case:
-        family, config = VARIANTS[variant]
-        folder = make_tiny_model(root / variant, family, seed=3, shards=2, config=config)
-        oracle = Oracle(folder)
-        rng = random.Random(11)
-        prompt = [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
-        return Case(folder, oracle, prompt, oracle.logits(prompt))
-
-    return make
-
-
-def assert_rows(got: torch.Tensor, case: Case, chunks: Sequence[int], start: int = 0) -> None:
-    """Compare logits at the chunk ends with the oracle's."""
-    ends, place = [], start
-    for length in chunks:
-        place += length
-        ends.append(place - 1)
-    want = case.want[ends]
-    torch.testing.assert_close(got, want, **TOLERANCE)
-    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    return case_maker(tmp_path_factory.mktemp("models"), VARIANTS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -31,7 +31,24 @@ HYBRID = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
-HYBRIDS = {"qwen3_next": HYBRID | {"mlp_only_layers": list(range(5))}, "qwen3_5": HYBRID}
+FAMILY_CONFIG: dict[str, dict[str, Any]] = {
+    # Layer 1 has a dense MLP.
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "rotary_dim": 8,
+    },
+    "qwen3_next": HYBRID | {"mlp_only_layers": list(range(5))},
+    "qwen3_5": HYBRID,
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -50,7 +67,7 @@ def make_tiny_model(
     """Write a model folder and return its path; equal arguments give equal bytes.
 
     Args:
-        family: "llama", "qwen2", "qwen3", "qwen3_next" or "qwen3_5".
+        family: a value of `FAMILIES`.
         shards: safetensors files; more than one come with an index.
         config: keys of config.json to add or replace.
     """
@@ -88,7 +105,7 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": EOS,
-    } | HYBRIDS.get(family, {})
+    } | FAMILY_CONFIG.get(family, {})
 
 
 def _write_weights(folder: Path, seed: int, shards: int) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
 from wavepp_worker.model.delta_layer import DeltaWeights
+from wavepp_worker.model.moe import MoeWeights
+from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
 from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
@@ -124,7 +126,7 @@ class _StageBuilder:
         embedding = norm = head = None
         if "model.embed_tokens.weight" in self._shapes:
             embedding = self._fused("model.embed_tokens.weight")
-        layers = tuple(self._layer(f"model.layers.{index}") for index in range(first, stop))
+        layers = tuple(self._layer(index) for index in range(first, stop))
         if stop == spec.layers:
             norm = self._norm("model.norm.weight")
             head = embedding if spec.is_tied else self._fused("lm_head.weight")
@@ -132,19 +134,51 @@ class _StageBuilder:
             embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
         )
 
-    def _layer(self, block: str) -> LayerWeights:
-        spec, mlp = self._spec, f"{block}.mlp"
-        is_delta = f"{block}.linear_attn.A_log" in self._shapes
+    def _layer(self, index: int) -> LayerWeights:
+        block = f"model.layers.{index}"
+        is_delta = index in self._spec.delta_layers
         mixer = self._delta(block) if is_delta else self._attention(f"{block}.self_attn")
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         return LayerWeights(
             attention_norm=self._norm(f"{block}.input_layernorm.weight"),
             **mixer,
             ffn_norm=self._norm(f"{block}.post_attention_layernorm.weight"),
-            gate_up=self._weight(gate_up),
-            gate_up_bias=self._bias(gate_up, spec.has_mlp_bias),
-            down=self._weight([f"{mlp}.down_proj"]),
-            down_bias=self._bias([f"{mlp}.down_proj"], spec.has_mlp_bias),
+            **self._feed_forward(block, index),
+        )
+
+    def _feed_forward(self, block: str, index: int) -> dict[str, Any]:
+        spec, moe = self._spec, self._spec.moe
+        if moe is None or index not in moe.layers:
+            return self._mlp(f"{block}.mlp", has_bias=spec.has_mlp_bias)
+        layer = f"{block}.{moe.names.layer}"
+        parts: dict[str, Any] = {"gate_up": None, "down": None}
+        if moe.shared_width:
+            parts = self._mlp(f"{layer}.{moe.names.shared}", has_bias=False)
+        return {"gate_up_bias": None, "down_bias": None} | parts | {"moe": self._moe(layer, moe)}
+
+    def _mlp(self, mlp: str, *, has_bias: bool) -> dict[str, Any]:
+        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        return {
+            "gate_up": self._weight(gate_up),
+            "gate_up_bias": self._bias(gate_up, has_bias),
+            "down": self._weight([f"{mlp}.down_proj"]),
+            "down_bias": self._bias([f"{mlp}.down_proj"], has_bias),
+        }
+
+    def _moe(self, layer: str, moe: MoeSpec) -> MoeWeights:
+        spec, names = self._spec, moe.names
+        experts = [f"{layer}.experts.{expert}" for expert in range(moe.experts)]
+        gate_up = [f"{expert}.{part}" for expert in experts for part in (names.gate, names.up)]
+        down = [f"{expert}.{names.down}" for expert in experts]
+        bias = None
+        if moe.has_selection_bias:
+            bias = self._fused(f"{layer}.{names.selection_bias}", dtype=torch.float32)
+        # Sigmoid scores crowd near one, where 16 bits do not tell experts apart.
+        router_dtype = torch.float32 if moe.scores == "sigmoid" else self._dtype
+        return MoeWeights(
+            router=self._fused(f"{layer}.{names.router}.weight", dtype=router_dtype),
+            selection_bias=bias,
+            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
+            down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
         )
 
     def _attention(self, attention: str) -> dict[str, Any]:
@@ -156,9 +190,11 @@ class _StageBuilder:
             qkv, bias = qkv[order], None if bias is None else bias[order]
         qk_norm = None
         if spec.has_qk_norm:
-            q_norm = self._norm(f"{attention}.q_norm.weight").expand(spec.heads, -1)
-            k_norm = self._norm(f"{attention}.k_norm.weight").expand(spec.kv_heads, -1)
-            qk_norm = torch.cat((q_norm, k_norm))
+            q_norm, k_norm = (
+                self._norm(f"{attention}.{part}_norm.weight").view(-1, spec.head_dim)
+                for part in ("q", "k")
+            )
+            qk_norm = torch.cat((q_norm.expand(spec.heads, -1), k_norm.expand(spec.kv_heads, -1)))
         return {
             "qkv": qkv,
             "qkv_bias": bias,

@@ -2,8 +2,8 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention, Llama, Qwen2 and Qwen3, and Qwen3-Next and Qwen3.5 (text),
-whose other layers are linear attention.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3; Qwen3-MoE and MiniMax-M2, whose
+layers have experts; Qwen3-Next and Qwen3.5 (text), most of whose layers are linear attention.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
-from wavepp_worker.model import qwen3_next
+from wavepp_worker.model import minimax_m2, qwen3_moe, qwen3_next
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
 from wavepp_worker.model.delta_spec import DeltaSpec
+from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_next", "qwen3_5"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "minimax_m2", "qwen3_next", "qwen3_5"]
+HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
 }
-HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
+# Of the families whose head size does not default to hidden / heads.
 HEAD_DIMS: Final[dict[Family, int]] = {
     "qwen3": 128,
+    "minimax_m2": minimax_m2.HEAD_DIM,
     **dict.fromkeys(HYBRIDS, qwen3_next.HEAD_DIM),
 }
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,7 +46,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
-    """Rotary positions.  The last four fields matter only for the kinds that scale."""
+    """Rotary positions.  Fields named after kinds matter only for those."""
 
     kind: Literal["default", "linear", "llama3"] = "default"
     theta: float = 10_000.0
@@ -67,14 +72,21 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope: RopeSpec
     is_tied: bool  # the head is the embedding
-    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
+    has_qk_norm: bool  # RMSNorm over each head of q and k, before the rotation, ...
     has_qkv_bias: bool
     has_out_bias: bool
     has_mlp_bias: bool
     dtype: str  # compute and cache type, a key of DTYPE_BYTES
+    has_wide_qk_norm: bool = False  # ... or one over all heads of q together, and one of k
+    moe: MoeSpec | None = None  # the layers with experts
     delta: DeltaSpec | None = None  # the linear-attention layers
     has_offset_norms: bool = False  # norm weights are stored as their distance from one
     has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose feed-forward is experts."""
+        return self.moe.layers if self.moe else ()
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
@@ -105,6 +117,7 @@ class _Checkpoint(Struct, kw_only=True):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float | None = None  # read where the family has one
+    rotary_dim: Count | None = None  # read where the family turns a part of each head
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -166,15 +179,13 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     _refuse_unsupported(raw, path)
     heads = raw.num_attention_heads
     kv_heads = raw.num_key_value_heads or heads
-    # The Qwen3 families' head size does not default to hidden / heads.
     head_dim = raw.head_dim or HEAD_DIMS.get(family, raw.hidden_size // heads)
-    is_hybrid = family in HYBRIDS
     if heads % kv_heads:
         raise ConfigError(f"{path}: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    rope = _rope(raw, path, is_partial=is_hybrid)
+    rope = _rope(raw, path, head_dim, family)
     if int(head_dim * rope.fraction) % 2:
         raise ConfigError(
-            f"{path}: head_dim {head_dim}, of which {rope.fraction:g} turn, is odd; rotary "
+            f"{path}: head_dim {head_dim}, of which {rope.fraction:g} turns, is odd; rotary "
             "positions need pairs"
         )
     return ModelSpec(
@@ -190,16 +201,16 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         norm_eps=raw.rms_norm_eps,
         rope=rope,
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family == "qwen3" or is_hybrid,
+        has_qk_norm=family in ("qwen3", "qwen3_moe", "minimax_m2", *HYBRIDS),
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
-        delta=qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
-        if is_hybrid
-        else None,
-        has_offset_norms=is_hybrid,
-        has_attention_gate=is_hybrid,
+        has_wide_qk_norm=family == "minimax_m2",
+        moe=_moe(family, tree, path),
+        delta=_delta(family, tree, path),
+        has_offset_norms=family in HYBRIDS,
+        has_attention_gate=family in HYBRIDS,
     )
 
 
@@ -243,12 +254,16 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
             linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
             linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
             if spec.has_qk_norm:
-                shapes[f"{block}.self_attn.q_norm.weight"] = (spec.head_dim,)
-                shapes[f"{block}.self_attn.k_norm.weight"] = (spec.head_dim,)
+                is_wide, dim = spec.has_wide_qk_norm, spec.head_dim
+                shapes[f"{block}.self_attn.q_norm.weight"] = (q_rows if is_wide else dim,)
+                shapes[f"{block}.self_attn.k_norm.weight"] = (kv_rows if is_wide else dim,)
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
-        linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
-        linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
-        linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
+        if spec.moe is not None and layer in spec.moe_layers:
+            shapes |= moe_shapes(block, spec.moe, spec.hidden)
+        else:
+            linear(f"{block}.mlp.gate_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+            linear(f"{block}.mlp.up_proj", spec.intermediate, spec.hidden, spec.has_mlp_bias)
+            linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
     if stop == spec.layers:
         shapes["model.norm.weight"] = (spec.hidden,)
         if not spec.is_tied:
@@ -293,7 +308,21 @@ def _refuse_unsupported(raw: _Checkpoint, path: Path) -> None:
         raise ConfigError(f"{path}: sliding-window attention is not supported")
 
 
-def _rope(raw: _Checkpoint, path: Path, *, is_partial: bool) -> RopeSpec:
+def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
+    if family == "qwen3_moe":
+        return qwen3_moe.read_moe(tree, path)
+    if family == "minimax_m2":
+        return minimax_m2.read_moe(tree, path)
+    return None
+
+
+def _delta(family: Family, tree: dict[str, Any], path: Path) -> DeltaSpec | None:
+    if family not in HYBRIDS:
+        return None
+    return qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
+
+
+def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSpec:
     """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
     scaling = raw.rope_parameters or raw.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -301,15 +330,20 @@ def _rope(raw: _Checkpoint, path: Path, *, is_partial: bool) -> RopeSpec:
         raise ConfigError(
             f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
         )
-    fraction = scaling.get("partial_rotary_factor", 1.0)
-    if is_partial:
-        default = raw.partial_rotary_factor or qwen3_next.ROTARY_FRACTION
-        fraction = scaling.get("partial_rotary_factor", default)
-    elif fraction != 1.0:
+    fraction, theta = 1.0, 10_000.0
+    if family == "minimax_m2":
+        # Published checkpoints have `rotary_dim`, what transformers writes has the fraction.
+        fraction = min(1.0, (raw.rotary_dim or head_dim) / head_dim)
+        fraction = scaling.get("partial_rotary_factor", fraction)
+        theta = minimax_m2.ROPE_THETA
+    elif family in HYBRIDS:
+        fraction = raw.partial_rotary_factor or qwen3_next.ROTARY_FRACTION
+        fraction = scaling.get("partial_rotary_factor", fraction)
+    elif scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
     fields = {
         "kind": kind,
-        "theta": scaling.get("rope_theta", raw.rope_theta or 10_000.0),
+        "theta": scaling.get("rope_theta", raw.rope_theta or theta),
         "fraction": fraction,
     }
     if kind != "default":

@@ -23,6 +23,7 @@ from wavepp_worker.model.attention import attend
 from wavepp_worker.model.delta_layer import DeltaWeights, delta_layer
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
+from wavepp_worker.model.moe import MoeWeights, experts_forward
 from wavepp_worker.model.spec import ModelSpec, RopeSpec
 from wavepp_worker.model.state_store import StateStore
 
@@ -39,14 +40,15 @@ class LayerWeights:
     attention_norm: Tensor
     qkv: Tensor  # q, k, v, and the gate of a gated attention; of a delta layer all its inputs
     qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [heads + kv_heads, D]: q_norm repeated, then k_norm repeated
+    qk_norm: Tensor | None  # [heads + kv_heads, D]: of q, then of k; repeated if per head
     out: Tensor
     out_bias: Tensor | None
     ffn_norm: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | None  # the MLP; beside experts the shared ones, None without any
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     down_bias: Tensor | None
+    moe: MoeWeights | None = None  # the layer's experts
     delta: DeltaWeights | None = None  # a linear-attention layer
 
 
@@ -142,11 +144,8 @@ class StageModel:
         cos, sin = angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype)
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
-            h, place, is_final = (
-                self._norm(x, layer.attention_norm),
-                self._places[index],
-                index == final,
-            )
+            h, place = self._norm(x, layer.attention_norm), self._places[index]
+            is_final = index == final
             if layer.delta is None:
                 mixed = self._attention(
                     layer, h, (cos, sin), batch, store=store, place=place, is_final=is_final
@@ -157,7 +156,8 @@ class StageModel:
                     mixed = mixed[batch.answer_rows_L]
             if is_final:
                 x = x[batch.answer_rows_L]
-            x = self._feed_forward(layer, x + F.linear(mixed, layer.out, layer.out_bias))
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + self._feed_forward(layer, self._norm(x, layer.ffn_norm))
         if weights.norm is None or weights.head is None:
             return {"hidden": x}
         x = self._norm(x, weights.norm)
@@ -184,27 +184,14 @@ class StageModel:
         qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm)
-        cos_T1D, sin_T1D = rotation_T1D
-        turning = 2 * cos_T1D.shape[-1]
-        low, high = qk[..., :turning].chunk(2, dim=-1)
-        qk = torch.cat(
-            (
-                low * cos_T1D - high * sin_T1D,
-                high * cos_T1D + low * sin_T1D,
-                qk[..., turning:],
-            ),
-            dim=-1,
-        )
+            qk = (self._qk_norm(qk.to(layer.qk_norm.dtype)) * layer.qk_norm).to(qk.dtype)
+        qk = rotate(qk, rotation_T1D)
         q, k = qk[:, :heads], qk[:, heads:]
         store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
         if is_final:
-            spans, q, gate_TX = (
-                batch.answer_spans,
-                q[batch.answer_rows_L],
-                gate_TX[batch.answer_rows_L],
-            )
+            spans, q = batch.answer_spans, q[batch.answer_rows_L]
+            gate_TX = gate_TX[batch.answer_rows_L]
         attended = attend(q, k, v, spans, store=store, layer=place)
         return attended * gate_TX.sigmoid() if spec.has_attention_gate else attended
 
@@ -233,19 +220,44 @@ class StageModel:
             layer=place,
         )
 
-    def _feed_forward(self, layer: LayerWeights, x_TC: Tensor) -> Tensor:
-        h = self._norm(x_TC, layer.ffn_norm)
-        gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x_TC + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+    def _qk_norm(self, qk_THD: Tensor) -> Tensor:
+        """Divide by the root mean square: of each head, or of all of q and of all of k."""
+        spec = self.spec
+        if not spec.has_wide_qk_norm:
+            return F.rms_norm(qk_THD, (spec.head_dim,), None, spec.norm_eps)
+        parts = qk_THD[:, : spec.heads], qk_THD[:, spec.heads :]
+        return torch.cat(
+            [F.rms_norm(part, part.shape[1:], None, spec.norm_eps) for part in parts], 1
+        )
+
+    def _feed_forward(self, layer: LayerWeights, h_TC: Tensor) -> Tensor:
+        """Return what the MLP, or the experts with the shared ones, add to each row."""
+        added = None
+        if layer.gate_up is not None and layer.down is not None:
+            gate, up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            added = F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if layer.moe is not None and self.spec.moe is not None:
+            routed = experts_forward(h_TC, layer.moe, self.spec.moe)
+            added = routed if added is None else routed + added
+        if added is None:
+            raise InvariantError("a layer has an MLP or experts")
+        return added
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return RMSNorm over the last dimension; in f32 throughout if the weight is."""
         shape, eps = x.shape[-1:], self.spec.norm_eps
         if weight.dtype != x.dtype:
             return (F.rms_norm(x.float(), shape, None, eps) * weight).to(x.dtype)
-        if weight.ndim == 1:
-            return F.rms_norm(x, shape, weight, eps)
-        return F.rms_norm(x, shape, None, eps) * weight
+        return F.rms_norm(x, shape, weight, eps)
+
+
+def rotate(x_THD: Tensor, rotation_T1D: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first R dimensions of each head, R twice the width of the rotation's parts."""
+    cos_T1D, sin_T1D = rotation_T1D
+    turning = 2 * cos_T1D.shape[-1]
+    low, high = x_THD[..., :turning].chunk(2, dim=-1)
+    turned = (low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D)
+    return torch.cat((*turned, x_THD[..., turning:]), dim=-1)
 
 
 def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

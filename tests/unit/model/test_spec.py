@@ -49,7 +49,9 @@ def test_dtype_is_the_one_asked_for_or_the_checkpoints(
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim"), [("llama", 16), ("qwen2", 16), ("qwen3", 128)], ids=str
+    ("family", "head_dim"),
+    [("llama", 16), ("qwen2", 16), ("qwen3", 128), ("qwen3_moe", 16), ("minimax_m2", 128)],
+    ids=str,
 )
 def test_head_dim_defaults_as_the_family_does(tmp_path: Path, family: str, head_dim: int) -> None:
     assert read_spec(write_config(tmp_path, family, head_dim=None)).head_dim == head_dim
@@ -135,6 +137,38 @@ def test_unusable_configs_are_refused(
     assert [word for word in words if word not in text] == []
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts per token"),
+        ("minimax_m2", {"num_experts_per_tok": 9}, "9 experts per token"),
+        ("minimax_m2", {"rotary_dim": 7}, "head_dim 16, of which 0.4375 turns, is odd"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ],
+)
+def test_unusable_values_of_a_family_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_spec(write_config(tmp_path, family, **changes))
+
+
+def test_layers_with_experts_are_those_transformers_makes(tmp_path: Path) -> None:
+    changes = {"mlp_only_layers": [3], "decoder_sparse_step": 2}
+    assert read_spec(write_config(tmp_path, "qwen3_moe", **changes)).moe_layers == (1,)
+    assert read_spec(write_config(tmp_path, "qwen3_moe", mlp_only_layers=None)).moe_layers == (
+        0, 1, 2, 3, 4
+    )  # fmt: skip
+    assert read_spec(write_config(tmp_path, "qwen3_moe", num_experts=0)).moe is None
+
+
 def test_missing_folder_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_facts(tmp_path / "nowhere")
@@ -181,6 +215,7 @@ def test_stages_together_need_every_tensor(tmp_path: Path, family: str, is_tied:
     shared = {"model.embed_tokens.weight"} if is_tied else set()
     assert first.keys() & last.keys() == shared
     assert all(name.startswith("model.layers.2.") for name in middle)
+    assert read_facts(make_tiny_model(tmp_path, family, shards=3)).layers == 5
 
 
 def test_spec_is_read_without_torch(tmp_path: Path) -> None:

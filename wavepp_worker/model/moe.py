@@ -1,0 +1,86 @@
+"""A mixture-of-experts feed-forward: choose experts per token, then two grouped products.
+
+    scores = softmax(W_r x) or sigmoid(W_r x)
+    chosen = the K largest of scores (+ bias), perhaps within the best groups only
+    y      = sum over chosen e:  weight_e * W2_e (silu(W1_e x) * W3_e x)
+
+Token-expert pairs are sorted by expert, so that each expert's rows are one piece of a grouped
+product; the results are brought back and summed in the order of choice, which keeps the sum
+independent of the other tokens of a wave, on every device.  Nothing here waits for the device.
+
+Legend: T tokens, C hidden, E experts, K chosen per token, I hidden width of an expert, X = T * K.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from wavepp_worker.model.moe_spec import MoeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeWeights:
+    """Router and experts of one layer; shared experts are an MLP beside it."""
+
+    router: Tensor  # [E, C]; its type is the one in which logits are computed
+    selection_bias: Tensor | None  # f32 [E]
+    gate_up: Tensor  # [E, 2 * I, C]: W1, then W3
+    down: Tensor  # [E, C, I]: W2
+
+
+def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:
+    """Return the weighted sum of each token's experts, [T, C]."""
+    logits_TE = F.linear(x_TC.to(weights.router.dtype), weights.router)
+    experts_TK, weights_TK = route(logits_TE, weights.selection_bias, spec)
+    flat_X = experts_TK.flatten()
+    order_X = flat_X.argsort(stable=True)
+    stops_E = torch.searchsorted(
+        flat_X[order_X],
+        torch.arange(spec.experts, device=x_TC.device),
+        right=True,
+        out_int32=True,
+    )
+    rows_XC = x_TC[order_X // spec.chosen]
+    gate, up = grouped_linear(rows_XC, weights.gate_up, stops_E).chunk(2, dim=-1)
+    sorted_XC = grouped_linear(F.silu(gate) * up, weights.down, stops_E)
+    pairs_XC = torch.empty_like(sorted_XC)
+    pairs_XC[order_X] = sorted_XC
+    pairs_TKC = pairs_XC.view(len(x_TC), spec.chosen, x_TC.shape[1])
+    return (pairs_TKC * weights_TK[..., None].to(x_TC.dtype)).sum(dim=1)
+
+
+def route(logits_TE: Tensor, bias_E: Tensor | None, spec: MoeSpec) -> tuple[Tensor, Tensor]:
+    """Return each token's experts, int64 [T, K], and their weights, f32 [T, K]."""
+    if spec.scores == "softmax":
+        scores_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
+    else:
+        scores_TE = logits_TE.float().sigmoid()
+    ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if spec.groups > 1:
+        ranked_TGe = ranked_TE.view(-1, spec.groups, spec.experts // spec.groups)
+        best_TG = ranked_TGe.topk(2, dim=-1).values.sum(dim=-1)
+        kept = best_TG.topk(spec.groups_kept, dim=-1).indices
+        is_lost_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, kept, value=False)
+        ranked_TE = ranked_TGe.masked_fill(is_lost_TG[..., None], -torch.inf).flatten(1)
+    experts_TK = ranked_TE.topk(spec.chosen, dim=-1).indices
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if spec.is_renormalised:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return experts_TK, weights_TK * spec.scale
+
+
+def grouped_linear(rows_XI: Tensor, weights_EOI: Tensor, stops_E: Tensor) -> Tensor:
+    """Return [X, O]: rows [stops[e - 1], stops[e]) times the transpose of expert e's weight.
+
+    The one place that chooses a kernel: torch's grouped product runs on the CPU and on CUDA
+    devices, empty groups included.
+
+    Args:
+        stops_E: int32, rising.
+    """
+    return F.grouped_mm(rows_XI, weights_EOI.transpose(1, 2), offs=stops_E)
