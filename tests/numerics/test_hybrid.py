@@ -31,8 +31,10 @@ TABLE = tuple(random.Random(7).sample(range(64), 14))
 SPARE = tuple(slot for slot in range(64) if slot not in TABLE)
 WORKING, OTHER, OLD, FOREIGN = 3, 17, 18, 19  # state slots; snapshots lie at 20 + point / 16
 STATES = 1  # the recurrent window, as in `make_chunk`'s chunks
+DENSE = {"num_experts": 0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "next": ("qwen3_next", {}),
+    "experts": ("qwen3_next", {}),
+    "next": ("qwen3_next", DENSE),
     "qwen3_5": ("qwen3_5", {}),
     # The last layer keeps a state, states are not square, every value head has its own key head.
     "state-last": ("qwen3_next", {
@@ -45,9 +47,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_value_head_dim": 10,
         "tie_word_embeddings": True,
         "attention_bias": True,
+        **DENSE,
     }),
 }  # fmt: skip
-SHAPES = ["next", "state-last"]  # "qwen3_5" differs from "next" in what is loaded alone
+SHAPES = ["next", "state-last"]  # the others differ from "next" in their MLPs or in loading
 ALL_CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]
 
 
@@ -137,7 +140,7 @@ def assert_rows(got: torch.Tensor, case: Case, chunks: Sequence[int], start: int
 
 
 @pytest.mark.parametrize("bounds", ALL_CUTS, ids=str)
-@pytest.mark.parametrize("variant", SHAPES)
+@pytest.mark.parametrize("variant", ["experts", "state-last"])
 def test_every_cut_equals_transformers(case_of, variant: str, bounds: tuple[int, ...]) -> None:
     """Stages with both kinds of layers, and with one kind only."""
     case, chunks = case_of(variant), [80, 112, 1]
@@ -296,8 +299,9 @@ def test_the_comparison_notices_planted_faults(case_of, fault: str, stage: int) 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["next", "qwen3_5", "state-last"])
 def test_sixteen_bit_types_only_round(case_of, variant: str, dtype: str) -> None:
+    """Without experts: rounding may choose others."""
     case = case_of(variant)
     pipeline = Pipeline(case.folder, (0, 2, 5), dtype=dtype)
     got = prefill(pipeline, case.prompt, [50, 142, 1])

@@ -46,7 +46,14 @@ FAMILY_CONFIG: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "rotary_dim": 8,
     },
-    "qwen3_next": HYBRID | {"mlp_only_layers": list(range(5))},
+    "qwen3_next": HYBRID
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
     "qwen3_5": HYBRID,
 }
 CHAT_TEMPLATE = (

@@ -179,6 +179,9 @@ class _StageBuilder:
             selection_bias=bias,
             gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
             down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
+            shared_gate=self._weight([f"{layer}.{names.shared_gate}"])
+            if moe.has_shared_gate
+            else None,
         )
 
     def _attention(self, attention: str) -> dict[str, Any]:

@@ -5,9 +5,12 @@
     GDN         Qwen3-Next's in_proj_qkvz makes, per key head, q, k and its value heads' v and z;
                 in_proj_ba, per key head, its value heads' beta and decay inputs;
                 Qwen3.5 has a projection for each: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a
+    experts     Qwen3-Next: softmax over all experts, the K best, beside one shared MLP that is
+                scaled by its own sigmoid; layers in `mlp_only_layers`, or off the
+                `decoder_sparse_step`, and all of Qwen3.5's have a dense MLP
 
-Rows are brought into the order [all q, all k, all v, ...] when weights are loaded.  Only layers
-with a dense MLP are understood so far, which Qwen3.5 always has.  Not for what needs torch.
+Rows are brought into the order [all q, all k, all v, ...] when weights are loaded.  Not for what
+needs torch.
 """
 
 from __future__ import annotations
@@ -20,8 +23,7 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.model.delta_spec import DeltaSpec
-
-Count = Annotated[int, Meta(ge=1)]
+from wavepp_worker.model.moe_spec import Count, MoeNames, MoeSpec, Width, check_moe
 
 HEAD_DIM = 256  # the family's default
 ROTARY_FRACTION = 0.25  # the family's default
@@ -38,7 +40,11 @@ class _Checkpoint(Struct, kw_only=True):
     linear_value_head_dim: Count = 128
     linear_num_key_heads: Count = 16
     linear_num_value_heads: Count = 32
-    num_experts: int = 512
+    num_experts: Width = 512
+    num_experts_per_tok: Count = 10
+    moe_intermediate_size: Count = 512
+    shared_expert_intermediate_size: Count = 512
+    norm_topk_prob: bool = True
     decoder_sparse_step: Count = 1
     mlp_only_layers: list[int] | None = None
 
@@ -47,15 +53,12 @@ def read_delta(tree: dict[str, Any], path: Path, *, is_next: bool) -> DeltaSpec 
     """Return the delta layers of a config.json; None if all layers are attention.
 
     Args:
-        is_next: Qwen3-Next; else Qwen3.5, whose layers have no experts.
+        is_next: Qwen3-Next; else Qwen3.5.
 
     Raises:
-        ConfigError: layers of another kind, layers with experts, or heads that do not pair up.
+        ConfigError: layers of another kind, or heads that do not pair up.
     """
-    try:
-        raw = msgspec.convert(tree, _Checkpoint)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    raw = _read(tree, path)
     count, interval = raw.num_hidden_layers, raw.full_attention_interval
     kinds = raw.layer_types or [
         "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
@@ -66,12 +69,6 @@ def read_delta(tree: dict[str, Any], path: Path, *, is_next: bool) -> DeltaSpec 
         raise ConfigError(
             f"{path}: layer_types {kinds!r}: one of full_attention, linear_attention "
             f"for each of {count} layers"
-        )
-    sparse = [layer for layer in range(count) if is_next and _has_experts(raw, layer)]
-    if sparse:
-        raise ConfigError(
-            f"{path}: layers {sparse[0]} to {sparse[-1]} have experts; Qwen3-Next is supported "
-            "with dense MLPs only (mlp_only_layers, decoder_sparse_step, num_experts)"
         )
     if raw.linear_num_value_heads % raw.linear_num_key_heads:
         raise ConfigError(
@@ -89,6 +86,36 @@ def read_delta(tree: dict[str, Any], path: Path, *, is_next: bool) -> DeltaSpec 
         value_dim=raw.linear_value_head_dim,
         kernel=raw.linear_conv_kernel_dim,
         is_grouped=is_next,
+    )
+
+
+def read_moe(tree: dict[str, Any], path: Path) -> MoeSpec | None:
+    """Return Qwen3-Next's layers with experts; None if there are none.
+
+    Raises:
+        ConfigError: a value of another type, or experts that cannot be chosen.
+    """
+    raw = _read(tree, path)
+    layers = tuple(
+        layer
+        for layer in range(raw.num_hidden_layers)
+        if layer not in (raw.mlp_only_layers or ()) and (layer + 1) % raw.decoder_sparse_step == 0
+    )
+    if not layers or raw.num_experts == 0:
+        return None
+    return check_moe(
+        MoeSpec(
+            layers=layers,
+            experts=raw.num_experts,
+            chosen=raw.num_experts_per_tok,
+            width=raw.moe_intermediate_size,
+            shared_width=raw.shared_expert_intermediate_size,
+            has_shared_gate=True,
+            scores="softmax",
+            is_renormalised=raw.norm_topk_prob,
+            names=MoeNames(shared="shared_expert"),
+        ),
+        path,
     )
 
 
@@ -138,12 +165,11 @@ def attention_input_order(heads: int, kv_heads: int, head_dim: int) -> list[int]
     return [*queries, *rest, *gates]
 
 
-def _has_experts(raw: _Checkpoint, layer: int) -> bool:
-    return (
-        layer not in (raw.mlp_only_layers or ())
-        and raw.num_experts > 0
-        and (layer + 1) % raw.decoder_sparse_step == 0
-    )
+def _read(tree: dict[str, Any], path: Path) -> _Checkpoint:
+    try:
+        return msgspec.convert(tree, _Checkpoint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _ungrouped(groups: int, parts: tuple[int, ...]) -> list[int]:

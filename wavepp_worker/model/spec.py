@@ -313,6 +313,8 @@ def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
         return qwen3_moe.read_moe(tree, path)
     if family == "minimax_m2":
         return minimax_m2.read_moe(tree, path)
+    if family == "qwen3_next":
+        return qwen3_next.read_moe(tree, path)
     return None
 
 

@@ -236,6 +236,8 @@ class StageModel:
         if layer.gate_up is not None and layer.down is not None:
             gate, up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             added = F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if layer.moe is not None and layer.moe.shared_gate is not None and added is not None:
+            added = added * F.linear(h_TC, layer.moe.shared_gate).sigmoid()
         if layer.moe is not None and self.spec.moe is not None:
             routed = experts_forward(h_TC, layer.moe, self.spec.moe)
             added = routed if added is None else routed + added

@@ -63,16 +63,26 @@ def test_qwen3_5_has_no_experts_and_a_projection_for_each_input(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "dense",
+    ("changes", "layers"),
     [
-        {"num_experts": 0},
-        {"decoder_sparse_step": 6},
-        {"decoder_sparse_step": 3, "mlp_only_layers": [2]},
+        ({}, (0, 2, 3, 4)),
+        ({"mlp_only_layers": None}, (0, 1, 2, 3, 4)),
+        ({"decoder_sparse_step": 2}, (3,)),
+        ({"num_experts": 0}, ()),
+        ({"decoder_sparse_step": 6}, ()),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, ()),
     ],
     ids=str,
 )
-def test_dense_layers_are_understood(tmp_path: Path, dense: dict[str, Any]) -> None:
-    assert read(tmp_path, **({"mlp_only_layers": None} | dense)).layers == 5
+def test_layers_with_experts_are_those_of_transformers(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    spec = read(tmp_path, **changes)
+    assert spec.moe_layers == layers
+    shapes = tensor_shapes(spec, 0, 5)
+    for layer in range(5):
+        name = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
+        assert shapes.get(name) == ((1, 64) if layer in layers else None)
 
 
 def test_without_delta_layers_nothing_keeps_a_state(tmp_path: Path) -> None:
@@ -84,9 +94,7 @@ def test_without_delta_layers_nothing_keeps_a_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mlp_only_layers": None}, "layers 0 to 4 have experts"),
-        ({"mlp_only_layers": [0, 1, 4]}, "layers 2 to 3 have experts"),
-        ({"decoder_sparse_step": 3, "mlp_only_layers": None}, "layers 2 to 2 have experts"),
+        ({"num_experts_per_tok": 9}, "9 experts per token"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({"layer_types": [LINEAR] * 4}, "each of 5 layers"),
         ({"layer_types": [LINEAR] * 4 + ["sparse"]}, "sparse"),
