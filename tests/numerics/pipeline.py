@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -139,21 +140,27 @@ class Oracle:
         logits: Tensor = self._model(torch.tensor([list(prompt)]), use_cache=False).logits[0]
         return logits.float()
 
-    @torch.inference_mode()
     def states(self, prompt: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
         """Return layer -> (recurrent state [H, K, V], last conv inputs [R, C]) after `prompt`."""
-        from transformers import DynamicCache
-
-        name = "cache" if "cache" in inspect.signature(self._model.forward).parameters else None
-        cache = DynamicCache(config=self._model.config)
-        self._model(
-            torch.tensor([list(prompt)]), use_cache=True, **{name or "past_key_values": cache}
-        )
         return {
             index: (layer.recurrent_states[0][0], layer.conv_states[0][0, :, 1:].t())
-            for index, layer in enumerate(cache.layers)
+            for index, layer in enumerate(self._cache(prompt).layers)
             if hasattr(layer, "recurrent_states")
         }
+
+    def cached(self, prompt: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return what each layer caches of `prompt`: two tensors [H, S, D], or latent and key."""
+        return [(layer.keys[0], layer.values[0]) for layer in self._cache(prompt).layers]
+
+    @torch.inference_mode()
+    def _cache(self, prompt: Sequence[int]) -> Any:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        parameters = inspect.signature(self._model.forward).parameters
+        name = "cache" if "cache" in parameters else "past_key_values"
+        self._model(torch.tensor([list(prompt)]), use_cache=True, **{name: cache})
+        return cache
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """Return the `count` most likely next tokens, each computed from the whole text."""

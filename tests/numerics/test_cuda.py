@@ -45,6 +45,17 @@ def test_cuda_stages_equal_transformers(tmp_path: Path, family: str, dtype: str)
             assert_rounding_only(got, want[ends], reference[ends])
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "deepseek_v3"])
+def test_cuda_stages_with_experts_equal_transformers(tmp_path: Path, family: str) -> None:
+    """In fp32 only: in 16 bits rounding may choose another expert."""
+    folder = make_tiny_model(tmp_path, family, seed=3)
+    want = Oracle(folder).logits(PROMPT)
+    pipeline = Pipeline(folder, (0, 2, 5), device="cuda", dtype="float32")
+    for chunks, ends in (([193], [192]), (CHUNKS, ENDS)):
+        got = pipeline.prefill(PROMPT, TABLE, chunks).cpu()
+        torch.testing.assert_close(got, want[ends], **TOLERANCE)
+
+
 def test_cuda_draws_what_the_cpu_draws() -> None:
     logits = torch.randn(32, 50_000, generator=torch.Generator().manual_seed(1)) * 3
     samplings = [Sampling(temperature=0.8, top_p=0.9, top_k=400, seed=seed) for seed in range(32)]

@@ -11,6 +11,7 @@ import torch
 from tests.numerics.cases import PROMPT_TOKENS, TABLE, Case, assert_rows, case_maker
 from tests.numerics.pipeline import BLOCK_TOKENS, TOLERANCE, Pipeline, cuts_of, make_chunk
 from tests.numerics.tiny import VOCAB
+from wavepp_worker.model import mla
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
@@ -31,8 +32,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-plain": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_scaling": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
+    ),
 }
-FAMILIES = ["qwen3_moe", "minimax_m2"]
+FAMILIES = ["qwen3_moe", "minimax_m2", "deepseek_v3"]
 CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]
 CHUNKS = {
     "64": [64, 64, 64, 1],
@@ -106,6 +119,42 @@ def test_many_requests_in_one_wave_equal_transformers(case_of, variant: str) -> 
         [case.oracle.logits(others[0])[-1], case.want[-1], case.oracle.logits(others[1])[-1]]
     )
     torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+def test_the_cache_holds_the_latents_of_transformers(case_of) -> None:
+    """The normed latent, then the turned shared key, of every layer and token."""
+    case = case_of("deepseek_v3")
+    pipeline = Pipeline(case.folder, (0, 2, 5))
+    pipeline.prefill(case.prompt, TABLE, [100, 93])
+    table = torch.tensor(TABLE[:13])
+    rows = [
+        store.gather(layer, table, PROMPT_TOKENS)
+        for store in pipeline.stores
+        for layer in range(store.layers)
+    ]
+    for (row,), (latent, key) in zip(rows, case.oracle.cached(case.prompt), strict=True):
+        torch.testing.assert_close(row, torch.cat((latent, key), dim=-1), **TOLERANCE)
+
+
+def test_few_heads_expanded_at_a_time_equal_transformers(
+    case_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prefix is expanded some heads at a time: here three and one, then one by one."""
+    case = case_of("deepseek_v3")
+    for values_max in (3 * PROMPT_TOKENS * (16 + 8 + 12), 1):
+        monkeypatch.setattr(mla, "EXPANDED_VALUES_MAX", values_max)
+        pipeline, table = resumed(case, 96)
+        got = pipeline.prefill(case.prompt, table, [97], start=96)
+        assert_rows(got, case, [97], start=96)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_decoding_equals_transformers(case_of, variant: str) -> None:
+    """One token at a time, as decoding does and as the tail of a prompt may be."""
+    case = case_of(variant)
+    pipeline = Pipeline(case.folder, (0, 5))
+    got = pipeline.prefill(case.prompt, TABLE, [185] + [1] * 8)
+    assert_rows(got, case, [185] + [1] * 8)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -41,6 +41,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-no-groups": ("llama", {"num_key_value_heads": 4}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3-yarn": (
+        "qwen3",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
     "qwen3-wide-heads": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
 ALL_CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]

@@ -55,6 +55,35 @@ FAMILY_CONFIG: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_5": HYBRID,
+    # Layer 0 has a dense MLP; the inner norms have an epsilon of their own.
+    "deepseek_v3": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
@@ -92,7 +121,7 @@ def make_tiny_model(
 def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
     """Return the config.json of a tiny model: 5 layers, 4 query and 2 KV heads of width 16."""
     architecture = next(name for name, value in FAMILIES.items() if value == family)
-    return {
+    tree = {
         "architectures": [architecture],
         "model_type": "qwen3_5_text" if family == "qwen3_5" else family,
         "hidden_act": "silu",
@@ -113,6 +142,7 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
         "eos_token_id": EOS,
         "pad_token_id": EOS,
     } | FAMILY_CONFIG.get(family, {})
+    return {name: value for name, value in tree.items() if value is not None}
 
 
 def _write_weights(folder: Path, seed: int, shards: int) -> None:

@@ -19,6 +19,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     context_tokens: int
     kv_heads: int
     head_dim: int
+    latent_dim: int | None = None  # latent attention: one row per token, no keys and values
     dtype: str  # "float32" | "bfloat16" | "float16"
     dtype_bytes: int
     fingerprint: str  # names the weights and the cache format; equal on every worker of this model
@@ -95,7 +96,8 @@ def derive(config: Config, facts: ModelFacts) -> Plan:
             f"{facts.context_tokens} tokens"
         )
     block = config.cache.block_tokens
-    layer_block_bytes = 2 * facts.kv_heads * facts.head_dim * facts.dtype_bytes * block
+    token_values = facts.latent_dim or 2 * facts.kv_heads * facts.head_dim
+    layer_block_bytes = token_values * facts.dtype_bytes * block
     plans, first = [], 0
     for count in counts:
         states = sum(first <= layer < first + count for layer in facts.delta_layers)

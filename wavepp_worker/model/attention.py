@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -54,22 +55,29 @@ def attend(
             k_HSD, v_HSD = k_THD[span.fresh].transpose(0, 1), v_THD[span.fresh].transpose(0, 1)
         else:
             k_HSD, v_HSD = store.gather(layer, span.table_n, span.keys)
-        out_HTD = _causal(q_THD[span.rows].transpose(0, 1), k_HSD, v_HSD)
+        out_HTD = causal(q_THD[span.rows].transpose(0, 1), k_HSD, v_HSD)
         out_THD[span.rows] = out_HTD.transpose(0, 1)
     return out_THD.flatten(1)
 
 
-def _causal(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor) -> Tensor:
-    """Attend with the last T of S positions as queries."""
+def causal(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float | None = None) -> Tensor:
+    """Attend with the last T of S positions as queries; values may be narrower than keys.
+
+    Args:
+        scale: of query times key; default D ** -0.5.
+    """
     heads, queries, _ = q_HTD.shape
-    keys = k_HSD.shape[1]
+    keys, width = k_HSD.shape[1], v_HSD.shape[-1]
+    if q_HTD.is_cuda and width < q_HTD.shape[-1]:
+        # The flash kernels take one width for all.
+        v_HSD = F.pad(v_HSD, (0, q_HTD.shape[-1] - width))
     q, k, v = q_HTD[None], k_HSD[None], v_HSD[None]
     if queries == 1:
         # The heads that share a KV head become its queries: no mask, no repeated keys.
         folded = q.reshape(1, k_HSD.shape[0], -1, q.shape[-1])
-        return sdpa(folded, k, v).reshape(heads, 1, -1)
+        return sdpa(folded, k, v, scale=scale).reshape(heads, 1, -1)[..., :width]
     if queries == keys:
-        return sdpa(q, k, v, is_causal=True, enable_gqa=True)[0]
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True, scale=scale)[0, ..., :width]
     is_flash = q.is_cuda and q.dtype != torch.float32
     step = queries if is_flash else QUERY_ROWS_MAX
     pieces = []
@@ -77,7 +85,7 @@ def _causal(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor) -> Tensor:
         stop = min(start + step, queries)
         seen = keys - queries + stop
         mask = causal_lower_right(stop - start, seen)
-        pieces.append(
-            sdpa(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask, enable_gqa=True)[0]
-        )
+        seen_k, seen_v = k[:, :, :seen], v[:, :, :seen]
+        piece = sdpa(q[:, :, start:stop], seen_k, seen_v, mask, enable_gqa=True, scale=scale)
+        pieces.append(piece[0, ..., :width])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -1,6 +1,7 @@
 """The block pools of one stage, device and host: one tensor each, block-major.
 
     pool_NLKHBD: [blocks N, layers L, 2 (key, value), kv_heads H, block_tokens B, head_dim D]
+                 latent attention: one plane instead of 2, one head, D = latent + shared key
 
 One block of a stage is one contiguous range (`block_bytes`), so a hand-off needs one descriptor
 per block, and a stage's layers are a contiguous part of a whole-model row.  Heads lie outside
@@ -25,7 +26,11 @@ from wavepp_worker.wire.mailbox import Copy
 
 
 class KvStore:
-    """Keys and values of one stage's attention layers, addressed by block slots."""
+    """Keys and values, or latents, of one stage's attention layers, addressed by block slots.
+
+    Args:
+        planes: 2 with keys and values; 1 where one row per token and head holds all.
+    """
 
     def __init__(
         self,
@@ -35,13 +40,14 @@ class KvStore:
         kv_heads: int,
         block_tokens: int,
         head_dim: int,
+        planes: int = 2,
         dtype: torch.dtype,
         device: torch.device | str,
         host_blocks: int = 0,
     ) -> None:
         # Zeroed: no reader of a block may ever see another process's freed memory.
         self.pool = torch.zeros(
-            (blocks, layers, 2, kv_heads, block_tokens, head_dim), dtype=dtype, device=device
+            (blocks, layers, planes, kv_heads, block_tokens, head_dim), dtype=dtype, device=device
         )
         self.host_pool = torch.zeros((host_blocks, *self.pool.shape[1:]), dtype=dtype)
         if self.pool.is_cuda and self.host_pool.nbytes:
@@ -49,9 +55,8 @@ class KvStore:
         self.layers = layers
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self._keys_NHBD = [self.pool[:, layer, 0] for layer in range(layers)]
-        self._values_NHBD = [self.pool[:, layer, 1] for layer in range(layers)]
-        self._pairs_KHNBD = [self.pool[:, layer].permute(1, 2, 0, 3, 4) for layer in range(layers)]
+        self._planes_KNHBD = [self.pool[:, layer].unbind(1) for layer in range(layers)]
+        self._layers_KHNBD = [self.pool[:, layer].permute(1, 2, 0, 3, 4) for layer in range(layers)]
 
     @property
     def base_address(self) -> int:
@@ -60,7 +65,7 @@ class KvStore:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: all layers of this stage, keys and values."""
+        """Bytes of one block: all layers and planes of this stage."""
         return self.layers * self.layer_bytes
 
     @property
@@ -68,30 +73,27 @@ class KvStore:
         """Bytes of one layer within a block; layer l starts at `l * layer_bytes`."""
         return math.prod(self.pool.shape[2:]) * self.pool.element_size()
 
-    def write(
-        self, layer: int, blocks_T: Tensor, offsets_T: Tensor, k_THD: Tensor, v_THD: Tensor
-    ) -> None:
-        """Store the wave's keys and values; token t goes to row `offsets_T[t]` of `blocks_T[t]`.
+    def write(self, layer: int, blocks_T: Tensor, offsets_T: Tensor, *rows_THD: Tensor) -> None:
+        """Store the wave's rows; token t goes to row `offsets_T[t]` of `blocks_T[t]`.
 
         Args:
             layer: index within this stage.
             blocks_T, offsets_T: int64 on the pool's device; pairs are distinct.
-            k_THD, v_THD: the pool's dtype and device, any strides.
+            rows_THD: one per plane (keys, values); the pool's dtype and device, any strides.
         """
-        self._keys_NHBD[layer][blocks_T, :, offsets_T] = k_THD
-        self._values_NHBD[layer][blocks_T, :, offsets_T] = v_THD
+        for plane, rows in zip(self._planes_KNHBD[layer], rows_THD, strict=True):
+            plane[blocks_T, :, offsets_T] = rows
 
-    def gather(self, layer: int, table_n: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return contiguous-in-D copies k_HSD, v_HSD of a sequence's first `tokens` tokens.
+    def gather(self, layer: int, table_n: Tensor, tokens: int) -> tuple[Tensor, ...]:
+        """Return per plane a contiguous-in-D copy [H, S, D] of a sequence's first `tokens` tokens.
 
         Args:
             layer: index within this stage.
             table_n: int64 on the pool's device; slots of the sequence's blocks, in order.
             tokens: S, at most `n * block_tokens`.
         """
-        pair_KHnBD = self._pairs_KHNBD[layer].index_select(2, table_n)
-        pair_KHSD = pair_KHnBD.flatten(2, 3)[:, :, :tokens]
-        return pair_KHSD[0], pair_KHSD[1]
+        rows_KHnBD = self._layers_KHNBD[layer].index_select(2, table_n)
+        return rows_KHnBD.flatten(2, 3)[:, :, :tokens].unbind()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Move blocks between the tiers, in order; on CUDA on the current stream.

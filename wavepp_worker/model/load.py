@@ -18,6 +18,8 @@ from torch import Tensor
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
 from wavepp_worker.model.delta_layer import DeltaWeights
+from wavepp_worker.model.mla import MlaWeights
+from wavepp_worker.model.mla_spec import MlaSpec, half_order
 from wavepp_worker.model.moe import MoeWeights
 from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
@@ -135,15 +137,49 @@ class _StageBuilder:
         )
 
     def _layer(self, index: int) -> LayerWeights:
-        block = f"model.layers.{index}"
-        is_delta = index in self._spec.delta_layers
-        mixer = self._delta(block) if is_delta else self._attention(f"{block}.self_attn")
+        spec, block = self._spec, f"model.layers.{index}"
+        attention = f"{block}.self_attn"
+        if index in spec.delta_layers:
+            mixer = self._delta(block)
+        elif spec.mla is not None:
+            mixer = self._latent(attention, spec.mla)
+        else:
+            mixer = self._attention(attention)
         return LayerWeights(
             attention_norm=self._norm(f"{block}.input_layernorm.weight"),
             **mixer,
             ffn_norm=self._norm(f"{block}.post_attention_layernorm.weight"),
             **self._feed_forward(block, index),
         )
+
+    def _latent(self, attention: str, mla: MlaSpec) -> dict[str, Any]:
+        heads = self._spec.heads
+        q_order = half_order(mla, heads, mla.nope_dim)
+        row_order = half_order(mla, 1, mla.kv_rank)
+        q_norm = q_up = None
+        if mla.q_rank is None:
+            first, order = "q_proj", q_order
+        else:
+            first, order = "q_a_proj", list(range(mla.q_rank))
+            q_norm = self._fused(f"{attention}.q_a_layernorm.weight")
+            q_up = self._weight([f"{attention}.q_b_proj"])[q_order]
+        rows = self._weight([f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"])
+        kv_norm = self._fused(f"{attention}.kv_a_layernorm.weight")
+        kv_up = self._weight([f"{attention}.kv_b_proj"]).view(heads, -1, mla.kv_rank)
+        return {
+            "qkv": rows[[*order, *(len(order) + row for row in row_order)]],
+            "qkv_bias": None,
+            "qk_norm": None,
+            "out": self._weight([f"{attention}.o_proj"]),
+            "out_bias": None,
+            "mla": MlaWeights(
+                q_norm=q_norm,
+                q_up=q_up,
+                kv_norm=kv_norm,
+                key_up=kv_up[:, : mla.nope_dim],
+                value_up=kv_up[:, mla.nope_dim :],
+            ),
+        }
 
     def _feed_forward(self, block: str, index: int) -> dict[str, Any]:
         spec, moe = self._spec, self._spec.moe

@@ -3,12 +3,14 @@
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
 decoders with grouped-query attention, Llama, Qwen2 and Qwen3; Qwen3-MoE and MiniMax-M2, whose
-layers have experts; Qwen3-Next and Qwen3.5 (text), most of whose layers are linear attention.
+layers have experts; DeepSeek-V3, whose attention caches latents; Qwen3-Next and Qwen3.5 (text),
+most of whose layers are linear attention.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -17,12 +19,22 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
-from wavepp_worker.model import minimax_m2, qwen3_moe, qwen3_next
+from wavepp_worker.model import deepseek_v3, minimax_m2, qwen3_moe, qwen3_next
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
 from wavepp_worker.model.delta_spec import DeltaSpec
+from wavepp_worker.model.mla_spec import MlaSpec, mla_shapes
 from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "minimax_m2", "qwen3_next", "qwen3_5"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "minimax_m2",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
+]
 HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
@@ -32,6 +44,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 # Of the families whose head size does not default to hidden / heads.
 HEAD_DIMS: Final[dict[Family, int]] = {
@@ -48,12 +61,15 @@ Count = Annotated[int, Meta(ge=1)]
 class RopeSpec(Struct, frozen=True, kw_only=True):
     """Rotary positions.  Fields named after kinds matter only for those."""
 
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     theta: float = 10_000.0
-    factor: float = 1.0  # linear, llama3
+    factor: float = 1.0  # linear, llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_context_tokens: int = 0  # llama3
+    original_context_tokens: int = 0  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    amplitude: float = 1.0  # yarn: what turns also grows by it
     fraction: float = 1.0  # of each head's dimensions, the first ones, turn
 
 
@@ -82,6 +98,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     delta: DeltaSpec | None = None  # the linear-attention layers
     has_offset_norms: bool = False  # norm weights are stored as their distance from one
     has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
+    mla: MlaSpec | None = None  # latent attention, in every layer
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -152,6 +169,7 @@ def read_facts(
         context_tokens=spec.context_tokens,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
+        latent_dim=spec.mla.row_dim if spec.mla else None,
         dtype=spec.dtype,
         dtype_bytes=DTYPE_BYTES[spec.dtype],
         fingerprint=identity.hexdigest()[:32],
@@ -178,6 +196,9 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         raise ConfigError(f"{path}: {error}") from error
     _refuse_unsupported(raw, path)
     heads = raw.num_attention_heads
+    mla = deepseek_v3.read_mla(tree, path) if family == "deepseek_v3" else None
+    if mla is not None:
+        raw.num_key_value_heads, raw.head_dim = heads, mla.key_dim
     kv_heads = raw.num_key_value_heads or heads
     head_dim = raw.head_dim or HEAD_DIMS.get(family, raw.hidden_size // heads)
     if heads % kv_heads:
@@ -211,6 +232,7 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         delta=_delta(family, tree, path),
         has_offset_norms=family in HYBRIDS,
         has_attention_gate=family in HYBRIDS,
+        mla=mla,
     )
 
 
@@ -247,6 +269,8 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
         shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
         if spec.delta is not None and layer in spec.delta_layers:
             shapes |= qwen3_next.delta_shapes(block, spec.delta, spec.hidden)
+        elif spec.mla is not None:
+            shapes |= mla_shapes(block, spec.mla, spec.hidden, spec.heads)
         else:
             gated_rows = q_rows * (1 + spec.has_attention_gate)
             linear(f"{block}.self_attn.q_proj", gated_rows, spec.hidden, spec.has_qkv_bias)
@@ -315,6 +339,8 @@ def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
         return minimax_m2.read_moe(tree, path)
     if family == "qwen3_next":
         return qwen3_next.read_moe(tree, path)
+    if family == "deepseek_v3":
+        return deepseek_v3.read_moe(tree, path)
     return None
 
 
@@ -328,9 +354,10 @@ def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSp
     """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
     scaling = raw.rope_parameters or raw.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ("default", "linear", "llama3", "yarn"):
         raise ConfigError(
-            f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+            f"{path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3, "
+            "yarn"
         )
     fraction, theta = 1.0, 10_000.0
     if family == "minimax_m2":
@@ -354,10 +381,30 @@ def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSp
         fields["low_freq_factor"] = scaling.get("low_freq_factor")
         fields["high_freq_factor"] = scaling.get("high_freq_factor")
         fields["original_context_tokens"] = scaling.get("original_max_position_embeddings")
+    if kind == "yarn":
+        fields |= _yarn(scaling, path)
     try:
         return msgspec.convert(fields, RopeSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: rope scaling {kind!r}: {error}") from error
+
+
+def _yarn(scaling: dict[str, Any], path: Path) -> dict[str, Any]:
+    if not scaling.get("truncate", True):
+        raise ConfigError(f"{path}: rope scaling 'yarn' with truncate: false is not supported")
+    factor, amplitude = scaling.get("factor"), scaling.get("attention_factor")
+    if amplitude is None and isinstance(factor, int | float) and factor > 0:
+        growth = max(0.0, 0.1 * math.log(factor))
+        up, down = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if not (up and down):
+            up, down = 1.0, 0.0
+        amplitude = (up * growth + 1.0) / (down * growth + 1.0)
+    return {
+        "original_context_tokens": scaling.get("original_max_position_embeddings"),
+        "beta_fast": scaling.get("beta_fast") or 32.0,
+        "beta_slow": scaling.get("beta_slow") or 1.0,
+        "amplitude": amplitude,
+    }
 
 
 def _dtype(raw: _Checkpoint, wanted: str, path: Path) -> str:

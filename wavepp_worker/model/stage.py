@@ -10,7 +10,6 @@ Legend: T tokens in the wave, C hidden, H heads, D head dim, L answer rows, V vo
 # ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,8 +22,10 @@ from wavepp_worker.model.attention import attend
 from wavepp_worker.model.delta_layer import DeltaWeights, delta_layer
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
+from wavepp_worker.model.mla import MlaWeights, latent_attention
 from wavepp_worker.model.moe import MoeWeights, experts_forward
-from wavepp_worker.model.spec import ModelSpec, RopeSpec
+from wavepp_worker.model.rotary import rotary_frequencies, rotate
+from wavepp_worker.model.spec import ModelSpec
 from wavepp_worker.model.state_store import StateStore
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
@@ -38,7 +39,9 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    qkv: Tensor  # q, k, v, and the gate of a gated attention; of a delta layer all its inputs
+    # q, k, v, and the gate of a gated attention; of latent attention (compressed) q, latent,
+    # shared key; of a delta layer all its inputs.
+    qkv: Tensor
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [heads + kv_heads, D]: of q, then of k; repeated if per head
     out: Tensor
@@ -50,6 +53,7 @@ class LayerWeights:
     down_bias: Tensor | None
     moe: MoeWeights | None = None  # the layer's experts
     delta: DeltaWeights | None = None  # a linear-attention layer
+    mla: MlaWeights | None = None  # the rest of latent attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,8 @@ class StageModel:
         self.dtype = weights.layers[0].qkv.dtype
         self.device = weights.layers[0].qkv.device
         self._weights = weights
-        self._frequencies = rotary_frequencies(spec.rope, spec.head_dim).to(self.device)
+        turning = spec.mla.rope_dim if spec.mla else spec.head_dim
+        self._frequencies = rotary_frequencies(spec.rope, turning).to(self.device)
         # Index of each layer among those of its kind, as its store numbers them.
         is_delta = [layer.delta is not None for layer in weights.layers]
         self._places = [is_delta[:index].count(kind) for index, kind in enumerate(is_delta)]
@@ -92,12 +97,14 @@ class StageModel:
 
     def make_store(self, blocks: int, block_tokens: int, host_blocks: int = 0) -> KvStore:
         """Return a zeroed pool of `blocks` blocks on this stage's device, and one on the host."""
+        spec = self.spec
         return KvStore(
             layers=len(self._weights.layers) - self.delta_count,
             blocks=blocks,
-            kv_heads=self.spec.kv_heads,
+            planes=1 if spec.mla else 2,
+            kv_heads=1 if spec.mla else spec.kv_heads,
             block_tokens=block_tokens,
-            head_dim=self.spec.head_dim,
+            head_dim=spec.mla.row_dim if spec.mla else spec.head_dim,
             dtype=self.dtype,
             device=self.device,
             host_blocks=host_blocks,
@@ -141,7 +148,10 @@ class StageModel:
             x = inputs["hidden"]
         check(len(x) == batch.token_count, "inputs and batch differ in tokens", rows=len(x))
         angles = batch.positions_T[:, None].float() * self._frequencies
-        cos, sin = angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype)
+        cos, sin = (
+            (part[:, None] * self.spec.rope.amplitude).to(self.dtype)
+            for part in (angles.cos(), angles.sin())
+        )
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
             h, place = self._norm(x, layer.attention_norm), self._places[index]
@@ -176,6 +186,17 @@ class StageModel:
     ) -> Tensor:
         """Return the attention output [T, H * D], of the final layer [L, H * D]."""
         spec = self.spec
+        if layer.mla is not None and spec.mla is not None:
+            return latent_attention(
+                F.linear(h_TC, layer.qkv),
+                layer.mla,
+                spec.mla,
+                rotation_T1D,
+                batch,
+                store=store,
+                layer=place,
+                is_final=is_final,
+            )
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
         rows = F.linear(h_TC, layer.qkv, layer.qkv_bias)
         qkv, gate_TX = torch.split(
@@ -251,32 +272,3 @@ class StageModel:
         if weight.dtype != x.dtype:
             return (F.rms_norm(x.float(), shape, None, eps) * weight).to(x.dtype)
         return F.rms_norm(x, shape, weight, eps)
-
-
-def rotate(x_THD: Tensor, rotation_T1D: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first R dimensions of each head, R twice the width of the rotation's parts."""
-    cos_T1D, sin_T1D = rotation_T1D
-    turning = 2 * cos_T1D.shape[-1]
-    low, high = x_THD[..., :turning].chunk(2, dim=-1)
-    turned = (low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D)
-    return torch.cat((*turned, x_THD[..., turning:]), dim=-1)
-
-
-def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return f32 [R / 2] angles per position, R = the turning first part of the head dimension.
-
-    Dimension i turns together with i + R / 2.
-    """
-    turning = int(head_dim * rope.fraction)
-    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / turning
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        # Wavelengths much shorter than the original context stay, much longer ones are
-        # stretched by `factor`, those between are blended.
-        turns = rope.original_context_tokens * frequencies / (2 * math.pi)
-        span = rope.high_freq_factor - rope.low_freq_factor
-        keep = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
-        return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
-    return frequencies

@@ -37,7 +37,7 @@ class BlockPool(Protocol):
 
     @property
     def pool(self) -> torch.Tensor:
-        """[blocks, layers, 2, kv_heads, block_tokens, head_dim], contiguous."""
+        """[blocks, layers, ...], contiguous: a block is one range, a layer one part of it."""
 
     @property
     def base_address(self) -> int:

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.numerics.tiny import make_tiny_model
 from wavepp_worker.base.errors import ConfigError, InvariantError
+from wavepp_worker.config.derive import derive
+from wavepp_worker.config.schema import ClusterConfig, Config, ModelConfig
 from wavepp_worker.model.load import DummySource, load_stage
-from wavepp_worker.model.spec import read_facts, read_spec, tensor_shapes
+from wavepp_worker.model.spec import FAMILIES, read_facts, read_spec, tensor_shapes
 
 SHARD = "model-00002-of-00002.safetensors"
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -126,6 +128,16 @@ def test_stage_has_the_type_and_inputs_it_declares(tmp_path: Path) -> None:
     assert last.input_spec(7) == {"hidden": ((7, 64), torch.bfloat16)}
     store = last.make_store(4, 16)
     assert (store.pool.dtype, store.layers) == (torch.bfloat16, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values())
+def test_the_plan_and_the_pool_agree_on_a_blocks_bytes(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    model = ModelConfig(path=str(folder), stage_layers=(2, 3))
+    plan = derive(Config(model=model, cluster=ClusterConfig(stages=2)), read_facts(folder))
+    for stage in plan.stages:
+        loaded = load_stage(folder, read_spec(folder), stage.first, stage.stop)
+        assert loaded.make_store(1, plan.block_tokens).block_bytes == stage.block_bytes
 
 
 @pytest.mark.parametrize("bounds", [(0, 0), (3, 2), (-1, 2), (0, 6)])

@@ -90,6 +90,18 @@ def test_biases_are_where_the_family_has_them(
         (
             {
                 "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 40.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            RopeSpec(kind="yarn", factor=40.0, original_context_tokens=4096),
+        ),
+        (
+            {
+                "rope_scaling": {
                     "rope_type": "llama3",
                     "factor": 8.0,
                     "low_freq_factor": 1.0,
@@ -120,8 +132,13 @@ def test_rope_in_both_spellings(tmp_path: Path, changes: dict[str, Any], rope: R
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantized"]),
         ({"use_sliding_window": True}, ["sliding-window"]),
         ({"layer_types": ["sliding_attention"]}, ["sliding-window"]),
-        ({"rope_scaling": {"rope_type": "yarn"}}, ["'yarn'", "default, linear, llama3"]),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, ["'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["'yarn'", "null"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "original_context"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+            ["'yarn'", "truncate"],
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["'dynamic'", "linear, llama3, yarn"]),
         ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
@@ -151,6 +168,14 @@ def test_unusable_configs_are_refused(
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
         ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts cannot form 3"),
+        ("deepseek_v3", {"kv_lora_rank": "wide"}, "kv_lora_rank"),
     ],
 )
 def test_unusable_values_of_a_family_are_refused(
@@ -167,6 +192,28 @@ def test_layers_with_experts_are_those_transformers_makes(tmp_path: Path) -> Non
         0, 1, 2, 3, 4
     )  # fmt: skip
     assert read_spec(write_config(tmp_path, "qwen3_moe", num_experts=0)).moe is None
+
+
+def test_published_sizes_of_latent_attention(tmp_path: Path) -> None:
+    """DeepSeek-V3: 61 layers of 512 + 64 numbers per token, and its scale under YaRN."""
+    published = {
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+    folder = write_config(tmp_path, "deepseek_v3", **published)
+    spec, facts = read_spec(folder), read_facts(folder, "bfloat16", "dummy")
+    assert spec.mla is not None
+    assert (facts.latent_dim, spec.moe_layers) == (576, tuple(range(3, 61)))
+    assert spec.mla.scale == pytest.approx(192**-0.5 * 1.3688879454**2)
+    shapes = tensor_shapes(spec, 60, 61)
+    assert shapes["model.layers.60.self_attn.kv_b_proj.weight"] == (128 * 256, 512)
+    assert not any(".layers.61." in name for name in shapes)
 
 
 def test_missing_folder_and_files_are_refused(tmp_path: Path) -> None:

@@ -48,6 +48,20 @@ def test_what_is_written_is_gathered_in_order() -> None:
     assert not store.pool[[0, 2, 3, 4, 7]].any()
 
 
+def test_a_store_of_one_plane_keeps_one_row_per_token() -> None:
+    store = KvStore(
+        layers=2, blocks=4, planes=1, kv_heads=1, block_tokens=BLOCK, head_dim=5,
+        dtype=torch.float32, device="cpu",
+    )  # fmt: skip
+    rows, batch = torch.randn(6, 1, 5), build_batch([make_chunk(0, 6, (3, 1))], BLOCK, "cpu")
+    store.write(1, batch.blocks_T, batch.offsets_T, rows)
+    (got,) = store.gather(1, torch.tensor([3, 1]), 6)
+    assert torch.equal(got, rows.transpose(0, 1))
+    assert store.block_bytes == 2 * BLOCK * 5 * 4
+    with pytest.raises(ValueError, match="zip"):
+        store.write(1, batch.blocks_T, batch.offsets_T, rows, rows)
+
+
 def test_a_block_is_one_range_of_bytes_at_the_declared_address() -> None:
     """A reader that knows only addresses finds block 5, layer 1, values, head 1, token 2."""
     store = make_store()
