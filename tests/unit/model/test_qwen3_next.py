@@ -12,10 +12,11 @@ import pytest
 from graphs.disagg import check_decode, check_prefill
 from tests.numerics.tiny import tiny_config
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.config.schema import Config, DecodeConfig, ModelConfig
+from wavepp_worker.config.derive import derive
+from wavepp_worker.config.schema import ClusterConfig, Config, DecodeConfig, ModelConfig
 from wavepp_worker.decode.runner import ModelRunner
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order
-from wavepp_worker.model.spec import ModelSpec, read_spec, tensor_shapes
+from wavepp_worker.model.spec import ModelSpec, read_facts, read_spec, tensor_shapes
 from wavepp_worker.serving.ranks import read_plan
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -60,6 +61,27 @@ def test_qwen3_5_has_no_experts_and_a_projection_for_each_input(tmp_path: Path) 
     names = {name.split(".")[-2] for name in tensor_shapes(spec, 0, 1) if "in_proj" in name}
     assert names == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
     assert delta_input_order(spec.delta) == list(range(64 + 32 + 4 + 4))
+
+
+def test_the_published_shape_takes_what_the_docs_say(tmp_path: Path) -> None:
+    """docs/models.md: 24,576 bytes a token, 73.7 MiB a snapshot, as much as 3,144 tokens."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen3NextForCausalLM"], "dtype": "bfloat16", "num_experts": 0,
+                "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+                "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936,
+                "max_position_embeddings": 262_144,
+            }
+        )
+    )  # fmt: skip
+    config = Config(model=ModelConfig(path="unused"), cluster=ClusterConfig(stages=2))
+    plan = derive(config, read_facts(tmp_path, load_format="dummy"))
+    token_bytes = sum(stage.block_bytes for stage in plan.stages) // plan.block_tokens
+    state_bytes = sum(stage.state_bytes for stage in plan.stages)
+    assert token_bytes == 24_576
+    assert state_bytes == 36 * ((2 << 20) + (48 << 10))
+    assert (round(state_bytes / 2**20, 1), state_bytes // token_bytes) == (73.7, 3144)
 
 
 @pytest.mark.parametrize(
