@@ -76,8 +76,8 @@ FAMILY_CONFIG: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "rope_scaling": {
             "type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 128,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
             "beta_fast": 32,
             "beta_slow": 1,
             "mscale": 1.0,
