@@ -13,7 +13,7 @@ import msgspec
 
 from graphs.graph import Component, Pod, ServiceArgs, Settings
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.config.derive import derive
+from wavepp_worker.config.derive import derive, refuse_states
 from wavepp_worker.config.schema import Config, DecodeConfig, FrontendConfig, ModelConfig
 from wavepp_worker.model.spec import model_folder, read_facts
 
@@ -77,14 +77,16 @@ def decode_pod(settings: DecodeConfig) -> Pod:
 def check_prefill(settings: Config) -> None:
     """Refuse a model folder that cannot be used, or a model that cannot be cut as configured."""
     model = settings.model
-    derive(settings, read_facts(model.path, model.dtype, model.load_format, seed=model.seed))
+    facts = read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
+    refuse_states(facts)
+    derive(settings, facts)
     check_tokenizer(model)
 
 
 def check_decode(settings: DecodeConfig) -> None:
     """Refuse a model folder that cannot be used."""
     model = settings.model
-    read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
+    refuse_states(read_facts(model.path, model.dtype, model.load_format, seed=model.seed))
     check_tokenizer(model)
 
 

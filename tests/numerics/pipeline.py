@@ -6,17 +6,22 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.executor.ports import ChunkState, WaveChunk
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.spec import read_spec
+from wavepp_worker.model.stage import StageModel
+from wavepp_worker.wire.mailbox import Copy
 
 TOLERANCE = {"atol": 5e-5, "rtol": 1e-4}
 BLOCK_TOKENS = 16
+STATE_SLOTS = 40
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -50,19 +55,27 @@ class Pipeline:
             for first, stop in itertools.pairwise(bounds)
         ]
         self.stores = [stage.make_store(blocks, BLOCK_TOKENS) for stage in self.stages]
+        self.states = [stage.make_states(STATE_SLOTS, STATE_SLOTS) for stage in self.stages]
 
     def run(self, chunks: Sequence[WaveChunk]) -> Tensor:
         """Run a wave through all stages and return the last one's logits."""
         outputs: dict[str, Tensor] = {}
-        for stage, store in zip(self.stages, self.stores, strict=True):
-            batch = build_batch(chunks, BLOCK_TOKENS, self.device)
+        for stage, store, states in zip(self.stages, self.stores, self.states, strict=True):
+            own = [_of_stage(chunk, stage) for chunk in chunks]
+            batch = build_batch(own, BLOCK_TOKENS, self.device)
             inputs = outputs
             if batch.tokens_T is not None and stage.is_first:
                 inputs = {"tokens": batch.tokens_T}
             for name, (shape, dtype) in stage.input_spec(batch.token_count).items():
                 assert (tuple(inputs[name].shape), inputs[name].dtype) == (shape, dtype)
-            outputs = stage.forward(batch, inputs, store)
+            outputs = stage.forward(batch, inputs, store, states)
         return outputs["logits"]
+
+    def copy_states(self, *copies: Copy) -> None:
+        """Perform the copies of an Install in every stage that keeps states."""
+        for states in self.states:
+            if states is not None:
+                states.copy(copies)
 
     def prefill(
         self, prompt: Sequence[int], table: Sequence[int], chunks: Sequence[int], start: int = 0
@@ -84,6 +97,7 @@ def make_chunk(
     *,
     rid: int = 1,
     wants_token: bool = True,
+    states: tuple[ChunkState, ...] = (),
 ) -> WaveChunk:
     """Return the chunk [start, start + length) of a prompt."""
     return WaveChunk(
@@ -93,6 +107,20 @@ def make_chunk(
         tables=(tuple(table),),
         tokens=token_bytes(prompt[start : start + length]),
         wants_token=wants_token,
+        states=states,
+    )
+
+
+def _of_stage(chunk: WaveChunk, stage: StageModel) -> WaveChunk:
+    """Give a chunk the windows of a stage: attention first, if there is any, then states."""
+    if not chunk.states or not stage.delta_count:
+        return msgspec.structs.replace(chunk, states=())
+    has_attention = stage.delta_count < stage.stop - stage.first
+    (state,) = chunk.states
+    return msgspec.structs.replace(
+        chunk,
+        tables=(*chunk.tables, ()) if has_attention else ((),),
+        states=(msgspec.structs.replace(state, window=int(has_attention)),),
     )
 
 
@@ -112,16 +140,27 @@ class Oracle:
         logits: Tensor = self._model(torch.tensor([list(prompt)]), use_cache=False).logits[0]
         return logits.float()
 
-    @torch.inference_mode()
+    def states(self, prompt: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return layer -> (recurrent state [H, K, V], last conv inputs [R, C]) after `prompt`."""
+        return {
+            index: (layer.recurrent_states[0][0], layer.conv_states[0][0, :, 1:].t())
+            for index, layer in enumerate(self._cache(prompt).layers)
+            if hasattr(layer, "recurrent_states")
+        }
+
     def cached(self, prompt: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Return what each layer caches of `prompt`: two tensors [H, S, D], or latent and key."""
+        return [(layer.keys[0], layer.values[0]) for layer in self._cache(prompt).layers]
+
+    @torch.inference_mode()
+    def _cache(self, prompt: Sequence[int]) -> Any:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
         parameters = inspect.signature(self._model.forward).parameters
         name = "cache" if "cache" in parameters else "past_key_values"
         self._model(torch.tensor([list(prompt)]), use_cache=True, **{name: cache})
-        return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        return cache
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """Return the `count` most likely next tokens, each computed from the whole text."""

@@ -15,11 +15,22 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from wavepp_worker.model.spec import FAMILIES, read_spec, tensor_shapes
+from wavepp_worker.model.spec import FAMILIES, is_offset_norm, read_spec, tensor_shapes
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 BOS, EOS = 1, 2
 VOCAB = len(SPECIAL_TOKENS) + 256
+HYBRID = {
+    # At 1e-6 a head whose output happens to be tiny has its rounding blown up by its own norm.
+    "rms_norm_eps": 1e-4,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 FAMILY_CONFIG: dict[str, dict[str, Any]] = {
     # Layer 1 has a dense MLP.
     "qwen3_moe": {
@@ -35,6 +46,15 @@ FAMILY_CONFIG: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "rotary_dim": 8,
     },
+    "qwen3_next": HYBRID
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5": HYBRID,
     # Layer 0 has a dense MLP; the inner norms have an epsilon of their own.
     "deepseek_v3": {
         "head_dim": None,
@@ -103,7 +123,7 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
     architecture = next(name for name, value in FAMILIES.items() if value == family)
     tree = {
         "architectures": [architecture],
-        "model_type": family,
+        "model_type": "qwen3_5_text" if family == "qwen3_5" else family,
         "hidden_act": "silu",
         "dtype": dtype,
         "hidden_size": 64,
@@ -128,12 +148,18 @@ def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
 def _write_weights(folder: Path, seed: int, shards: int) -> None:
     spec = read_spec(folder)
     generator = torch.Generator().manual_seed(seed)
+    # Delta layers multiply differences: at 1.5 transformers' own rounding comes near the tolerance.
+    scale = 1.5 if spec.delta is None else 1.0
     tensors = {}
     for name, shape in tensor_shapes(spec, 0, spec.layers).items():
         noise = torch.randn(shape, generator=generator)
         # Norms near one, everything else large enough that a mistake anywhere shows in the logits.
-        is_norm = name.endswith("norm.weight")
-        values = 1.0 + 0.1 * noise if is_norm else noise * 1.5 * shape[-1] ** -0.5
+        if name.endswith("norm.weight"):
+            values = 0.1 * noise + (not is_offset_norm(spec, name))
+        elif name.endswith("A_log"):
+            values = noise - 3.0  # from slow decays, which keep the whole prompt, to quick ones
+        else:
+            values = noise * scale * shape[-1] ** -0.5
         tensors[name] = values.to(getattr(torch, spec.dtype))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

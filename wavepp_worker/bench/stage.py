@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.executor.ports import ChunkState, WaveChunk
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.spec import read_spec
@@ -121,8 +121,12 @@ def _measure_point(
     model: StageModel, tokens: int, context: int, options: StageOptions
 ) -> StagePoint:
     blocks = ceil_div(context + tokens, options.block_tokens)
-    store = model.make_store(blocks, options.block_tokens)
-    chunk = WaveChunk(rid=1, start=context, length=tokens, tables=(tuple(range(blocks)),))
+    store, states = model.make_store(blocks, options.block_tokens), model.make_states(slots=1)
+    tables = [tuple(range(blocks))] if model.has_attention else []
+    held = () if states is None else (ChunkState(window=len(tables), working=0),)
+    chunk = WaveChunk(
+        rid=1, start=context, length=tokens, tables=(*tables, *[()] * len(held)), states=held
+    )
     shape, dtype = model.input_spec(tokens)["hidden"]
     hidden = torch.randn(shape, dtype=torch.float32).to(dtype=dtype, device=model.device)
 
@@ -130,7 +134,7 @@ def _measure_point(
         _synchronize(model.device)
         began = time.perf_counter()
         batch = build_batch((chunk,), options.block_tokens, model.device)
-        model.forward(batch, {"hidden": hidden}, store)
+        model.forward(batch, {"hidden": hidden}, store, states)
         _synchronize(model.device)
         return time.perf_counter() - began
 

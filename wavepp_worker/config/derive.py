@@ -25,14 +25,17 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     dtype: str  # "float32" | "bfloat16" | "float16"
     dtype_bytes: int
     fingerprint: str  # names the weights and the cache format; equal on every worker of this model
+    delta_layers: tuple[int, ...] = ()  # indices of those that keep a state instead of blocks
+    state_layer_bytes: int = 0  # of one such layer in one slot
 
 
 class StagePlan(Struct, frozen=True, kw_only=True):
-    """One stage: layers [first, stop) and the size of one cache block."""
+    """One stage: layers [first, stop) and the sizes of what its windows consist of."""
 
     first: int
     stop: int
-    block_bytes: int
+    block_bytes: int  # 0: no attention layer, no attention window
+    state_bytes: int = 0  # of one slot: all recurrent layers; 0: no recurrent window
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -51,15 +54,33 @@ class Plan(Struct, frozen=True, kw_only=True):
     fingerprint: str
 
 
+def refuse_states(facts: ModelFacts) -> None:
+    """Refuse a model whose prompts end in a state: decode workers can be handed blocks only.
+
+    Raises:
+        ConfigError: it has linear-attention layers.
+    """
+    if facts.delta_layers:
+        raise ConfigError(
+            f"{facts.family}: {len(facts.delta_layers)} of {facts.layers} layers keep a recurrent "
+            "state, which the hand-off to decode workers does not carry yet; serve a model with "
+            "attention layers only"
+        )
+
+
 def balanced_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return layers per stage, balanced; the last stages, which own the head, get fewer."""
     base, extra = divmod(layers, stages)
     return tuple(base + (1 if stage < extra else 0) for stage in range(stages))
 
 
-def blocks_in(free_bytes: int, fraction: float, block_bytes: int) -> int:
-    """Return how many cache blocks a share of the memory left after weights holds."""
-    return int(free_bytes * fraction) // block_bytes
+def blocks_in(free_bytes: int, fraction: float, block_bytes: int, fixed_bytes: int = 0) -> int:
+    """Return how many cache blocks a share of the memory left after weights holds.
+
+    Args:
+        fixed_bytes: of that share, what something else takes; a stage may have empty blocks.
+    """
+    return (int(free_bytes * fraction) - fixed_bytes) // max(1, block_bytes)
 
 
 def derive(config: Config, facts: ModelFacts) -> Plan:
@@ -90,8 +111,14 @@ def derive(config: Config, facts: ModelFacts) -> Plan:
     layer_block_bytes = token_values * facts.dtype_bytes * block
     plans, first = [], 0
     for count in counts:
+        states = sum(first <= layer < first + count for layer in facts.delta_layers)
         plans.append(
-            StagePlan(first=first, stop=first + count, block_bytes=count * layer_block_bytes)
+            StagePlan(
+                first=first,
+                stop=first + count,
+                block_bytes=(count - states) * layer_block_bytes,
+                state_bytes=states * facts.state_layer_bytes,
+            )
         )
         first += count
     waves = config.planner.wave_tokens_max

@@ -73,6 +73,9 @@ class CacheConfig(Section, frozen=True):
     being computed again.  0: none.  Pinned memory on CUDA."""
     snapshot_interval_tokens: PositiveInt | None = None
     """Recurrent layers keep their state so often, and at the last block; default: M."""
+    state_slots: PositiveInt | None = None
+    """States that a stage with recurrent layers keeps, running requests and snapshots alike;
+    default: K and twice as many as the cache has snapshot intervals."""
     floor_fraction: Fraction = 0.10
     """Share of a pool that leases and escrows leave alone.  [algorithms 7.3]"""
     floor_headroom_fraction: Fraction = 0.25

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from wavepp_worker.base.errors import ConfigError, DeviceError, InvariantError
+from wavepp_worker.config.derive import refuse_states
 from wavepp_worker.config.schema import DecodeConfig
 from wavepp_worker.executor.ports import WaveChunk
 from wavepp_worker.model.load import load_stage
@@ -32,6 +33,7 @@ class ModelRunner:
         except RuntimeError as error:
             raise ConfigError(f"device {config.device!r}: {error}") from error
         self.facts = read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
+        refuse_states(self.facts)
         spec = read_spec(model.path, model.dtype)
         self._stage = load_stage(
             model.path,

@@ -14,17 +14,15 @@ Legend: T tokens of the wave, S tokens of one sequence, n blocks of one sequence
 # ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
-import weakref
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavepp_worker.base.errors import check
+from wavepp_worker.model.pinning import pin_while_alive
 from wavepp_worker.wire.mailbox import Copy
-
-_cuda: Any = torch.cuda  # the runtime's own functions have no type annotations
 
 
 class KvStore:
@@ -52,27 +50,13 @@ class KvStore:
             (blocks, layers, planes, kv_heads, block_tokens, head_dim), dtype=dtype, device=device
         )
         self.host_pool = torch.zeros((host_blocks, *self.pool.shape[1:]), dtype=dtype)
-        if self.pool.is_cuda and host_blocks:
-            self._pin_host_pool()
+        if self.pool.is_cuda and self.host_pool.nbytes:
+            pin_while_alive(self, self.host_pool, self.pool.device)
         self.layers = layers
         self.blocks = blocks
         self.block_tokens = block_tokens
         self._planes_KNHBD = [self.pool[:, layer].unbind(1) for layer in range(layers)]
         self._layers_KHNBD = [self.pool[:, layer].permute(1, 2, 0, 3, 4) for layer in range(layers)]
-
-    def _pin_host_pool(self) -> None:
-        """Pin the host pool, so that its copies run beside the waves, for as long as this lives.
-
-        Torch's own pinned tensors take the next power of two of what is asked for; this is exact.
-
-        Raises:
-            RuntimeError: the system does not pin so much memory.
-        """
-        address = self.host_pool.data_ptr()
-        runtime = _cuda.cudart()
-        with _cuda.device(self.pool.device):
-            _cuda.check_error(runtime.cudaHostRegister(address, self.host_pool.nbytes, 0))
-        weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     @property
     def base_address(self) -> int:
@@ -87,7 +71,7 @@ class KvStore:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer within a block; layer l starts at `l * layer_bytes`."""
-        return self.pool[0, 0].numel() * self.pool.element_size()
+        return math.prod(self.pool.shape[2:]) * self.pool.element_size()
 
     def write(self, layer: int, blocks_T: Tensor, offsets_T: Tensor, *rows_THD: Tensor) -> None:
         """Store the wave's rows; token t goes to row `offsets_T[t]` of `blocks_T[t]`.

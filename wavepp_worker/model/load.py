@@ -7,7 +7,7 @@ device, has the same ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +15,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from wavepp_worker.base.errors import check
+from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
+from wavepp_worker.model.delta_layer import DeltaWeights
 from wavepp_worker.model.mla import MlaWeights
 from wavepp_worker.model.mla_spec import MlaSpec, half_order
 from wavepp_worker.model.moe import MoeWeights
 from wavepp_worker.model.moe_spec import MoeSpec
-from wavepp_worker.model.spec import ModelSpec, model_folder, tensor_shapes
+from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
+from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors of this stage)
@@ -60,7 +62,7 @@ def load_stage(
     shapes = tensor_shapes(spec, first, stop)
     source: TensorSource
     if load_format == "dummy":
-        source = DummySource(seed)
+        source = DummySource(seed, {name for name in shapes if is_offset_norm(spec, name)})
     else:
         index = read_index(model_folder(folder))
         check_tensors(index, shapes)
@@ -88,13 +90,14 @@ class SafetensorsSource:
 class DummySource:
     """Random weights that keep activations near one: unit norms, matrices scaled by fan-in."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, offset_norms: Container[str] = ()) -> None:
         self._seed = seed
+        self._offset_norms = offset_norms
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of this name; equal for equal seed, name and shape."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, 0.0 if name in self._offset_norms else 1.0)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
@@ -127,7 +130,7 @@ class _StageBuilder:
             embedding = self._fused("model.embed_tokens.weight")
         layers = tuple(self._layer(index) for index in range(first, stop))
         if stop == spec.layers:
-            norm = self._fused("model.norm.weight")
+            norm = self._norm("model.norm.weight")
             head = embedding if spec.is_tied else self._fused("lm_head.weight")
         return StageWeights(
             embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
@@ -136,31 +139,18 @@ class _StageBuilder:
     def _layer(self, index: int) -> LayerWeights:
         spec, block = self._spec, f"model.layers.{index}"
         attention = f"{block}.self_attn"
-        mixer = self._latent(attention, spec.mla) if spec.mla else self._attention(attention)
+        if index in spec.delta_layers:
+            mixer = self._delta(block)
+        elif spec.mla is not None:
+            mixer = self._latent(attention, spec.mla)
+        else:
+            mixer = self._attention(attention)
         return LayerWeights(
-            attention_norm=self._fused(f"{block}.input_layernorm.weight"),
+            attention_norm=self._norm(f"{block}.input_layernorm.weight"),
             **mixer,
-            ffn_norm=self._fused(f"{block}.post_attention_layernorm.weight"),
+            ffn_norm=self._norm(f"{block}.post_attention_layernorm.weight"),
             **self._feed_forward(block, index),
         )
-
-    def _attention(self, attention: str) -> dict[str, Any]:
-        spec = self._spec
-        qkv = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
-        qk_norm = None
-        if spec.has_qk_norm:
-            q_norm, k_norm = (
-                self._fused(f"{attention}.{part}_norm.weight").view(-1, spec.head_dim)
-                for part in ("q", "k")
-            )
-            qk_norm = torch.cat((q_norm.expand(spec.heads, -1), k_norm.expand(spec.kv_heads, -1)))
-        return {
-            "qkv": self._weight(qkv),
-            "qkv_bias": self._bias(qkv, spec.has_qkv_bias),
-            "qk_norm": qk_norm,
-            "out": self._weight([f"{attention}.o_proj"]),
-            "out_bias": self._bias([f"{attention}.o_proj"], spec.has_out_bias),
-        }
 
     def _latent(self, attention: str, mla: MlaSpec) -> dict[str, Any]:
         heads = self._spec.heads
@@ -225,7 +215,57 @@ class _StageBuilder:
             selection_bias=bias,
             gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
             down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
+            shared_gate=self._weight([f"{layer}.{names.shared_gate}"])
+            if moe.has_shared_gate
+            else None,
         )
+
+    def _attention(self, attention: str) -> dict[str, Any]:
+        spec = self._spec
+        modules = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
+        qkv, bias = self._weight(modules), self._bias(modules, spec.has_qkv_bias)
+        if spec.has_attention_gate:
+            order = attention_input_order(spec.heads, spec.kv_heads, spec.head_dim)
+            qkv, bias = qkv[order], None if bias is None else bias[order]
+        qk_norm = None
+        if spec.has_qk_norm:
+            q_norm, k_norm = (
+                self._norm(f"{attention}.{part}_norm.weight").view(-1, spec.head_dim)
+                for part in ("q", "k")
+            )
+            qk_norm = torch.cat((q_norm.expand(spec.heads, -1), k_norm.expand(spec.kv_heads, -1)))
+        return {
+            "qkv": qkv,
+            "qkv_bias": bias,
+            "qk_norm": qk_norm,
+            "out": self._weight([f"{attention}.o_proj"]),
+            "out_bias": self._bias([f"{attention}.o_proj"], spec.has_out_bias),
+        }
+
+    def _delta(self, block: str) -> dict[str, Any]:
+        spec, layer = self._spec.delta, f"{block}.linear_attn"
+        if spec is None:
+            raise InvariantError("a model with delta layers describes them")
+        inputs = self._weight([f"{layer}.{name}" for name in delta_inputs(spec)])
+        return {
+            "qkv": inputs[delta_input_order(spec)],
+            "qkv_bias": None,
+            "qk_norm": None,
+            "out": self._weight([f"{layer}.out_proj"]),
+            "out_bias": None,
+            "delta": DeltaWeights(
+                convolution=self._weight([f"{layer}.conv1d"])[:, 0],
+                a_log=self._fused(f"{layer}.A_log", dtype=torch.float32),
+                decay_bias=self._fused(f"{layer}.dt_bias", dtype=torch.float32),
+                norm=self._norm(f"{layer}.norm.weight"),
+            ),
+        }
+
+    def _norm(self, name: str) -> Tensor:
+        """Return a norm's weight; f32 if it is stored as the distance from one."""
+        if is_offset_norm(self._spec, name):
+            return self._fused(name, dtype=torch.float32) + 1.0
+        return self._fused(name)
 
     def _weight(self, modules: Sequence[str]) -> Tensor:
         return self._fused(*(f"{module}.weight" for module in modules))

@@ -31,6 +31,7 @@ class MoeWeights:
     selection_bias: Tensor | None  # f32 [E]
     gate_up: Tensor  # [E, 2 * I, C]: W1, then W3
     down: Tensor  # [E, C, I]: W2
+    shared_gate: Tensor | None = None  # [1, C]
 
 
 def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:

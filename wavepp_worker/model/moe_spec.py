@@ -23,6 +23,7 @@ class MoeNames(Struct, frozen=True, kw_only=True):
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 class MoeSpec(Struct, frozen=True, kw_only=True):
@@ -33,6 +34,7 @@ class MoeSpec(Struct, frozen=True, kw_only=True):
         chosen: experts per token.
         width: hidden width of one expert.
         shared_width: hidden width of what every token passes through beside its experts; 0: none.
+        has_shared_gate: what the shared part adds is scaled by the sigmoid of one logit per token.
         scores: how router logits become scores; weights are the scores of the chosen experts.
         has_selection_bias: a bias per expert is added to choose, not to weigh.
         is_renormalised: the weights of a token are divided by their sum.
@@ -46,6 +48,7 @@ class MoeSpec(Struct, frozen=True, kw_only=True):
     chosen: int
     width: int
     shared_width: int = 0
+    has_shared_gate: bool = False
     scores: Literal["softmax", "sigmoid"]
     has_selection_bias: bool = False
     is_renormalised: bool
@@ -93,4 +96,6 @@ def moe_shapes(block: str, spec: MoeSpec, hidden: int) -> dict[str, tuple[int, .
         shapes[f"{shared}.gate_proj.weight"] = (spec.shared_width, hidden)
         shapes[f"{shared}.up_proj.weight"] = (spec.shared_width, hidden)
         shapes[f"{shared}.down_proj.weight"] = (hidden, spec.shared_width)
+    if spec.has_shared_gate:
+        shapes[f"{layer}.{names.shared_gate}.weight"] = (1, hidden)
     return shapes

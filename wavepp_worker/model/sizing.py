@@ -16,7 +16,14 @@ from msgspec import Struct
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import align_down
 from wavepp_worker.cache.floors import floor_blocks
-from wavepp_worker.config.derive import HOST_FRACTION, ModelFacts, Plan, blocks_in, derive
+from wavepp_worker.config.derive import (
+    HOST_FRACTION,
+    ModelFacts,
+    Plan,
+    blocks_in,
+    derive,
+    refuse_states,
+)
 from wavepp_worker.config.schema import Config
 from wavepp_worker.model.spec import DTYPE_BYTES, ModelSpec, tensor_shapes
 
@@ -65,6 +72,7 @@ def size_worker(
     Raises:
         ConfigError: the model cannot be cut so, or weights or cache do not fit; says what would.
     """
+    refuse_states(facts)  # their bytes are not part of this arithmetic yet
     plan = derive(config, facts)
     fraction, chosen = config.cache.device_fraction, config.cache.device_tokens
     block, stages = plan.block_tokens, []

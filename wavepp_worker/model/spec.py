@@ -2,8 +2,9 @@
 
 Used twice: the serving process reads `ModelFacts` (and refuses an unusable folder before any rank
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
-decoders with grouped-query attention, Llama, Qwen2 and Qwen3, Qwen3-MoE and MiniMax-M2, whose
-layers have experts, and DeepSeek-V3, whose attention caches latents.
+decoders with grouped-query attention, Llama, Qwen2 and Qwen3; Qwen3-MoE and MiniMax-M2, whose
+layers have experts; DeepSeek-V3, whose attention caches latents; Qwen3-Next and Qwen3.5 (text),
+most of whose layers are linear attention.
 """
 
 from __future__ import annotations
@@ -18,22 +19,39 @@ from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import ModelFacts
-from wavepp_worker.model import deepseek_v3, minimax_m2, qwen3_moe
+from wavepp_worker.model import deepseek_v3, minimax_m2, qwen3_moe, qwen3_next
 from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
+from wavepp_worker.model.delta_spec import DeltaSpec
 from wavepp_worker.model.mla_spec import MlaSpec, mla_shapes
 from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "minimax_m2", "deepseek_v3"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "minimax_m2",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
+]
+HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 # Of the families whose head size does not default to hidden / heads.
-HEAD_DIMS: Final[dict[Family, int]] = {"qwen3": 128, "minimax_m2": minimax_m2.HEAD_DIM}
+HEAD_DIMS: Final[dict[Family, int]] = {
+    "qwen3": 128,
+    "minimax_m2": minimax_m2.HEAD_DIM,
+    **dict.fromkeys(HYBRIDS, qwen3_next.HEAD_DIM),
+}
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_FORMAT: Final = "wavepp-kv-1"  # changes whenever cached bytes would mean something else
 
@@ -77,12 +95,20 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     dtype: str  # compute and cache type, a key of DTYPE_BYTES
     has_wide_qk_norm: bool = False  # ... or one over all heads of q together, and one of k
     moe: MoeSpec | None = None  # the layers with experts
+    delta: DeltaSpec | None = None  # the linear-attention layers
+    has_offset_norms: bool = False  # norm weights are stored as their distance from one
+    has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
     mla: MlaSpec | None = None  # latent attention, in every layer
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers whose feed-forward is experts."""
         return self.moe.layers if self.moe else ()
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a state instead of keys and values."""
+        return self.delta.layers if self.delta else ()
 
 
 class _Checkpoint(Struct, kw_only=True):
@@ -107,6 +133,7 @@ class _Checkpoint(Struct, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float | None = None  # read where the family has one
     rotary_dim: Count | None = None  # read where the family turns a part of each head
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -146,6 +173,8 @@ def read_facts(
         dtype=spec.dtype,
         dtype_bytes=DTYPE_BYTES[spec.dtype],
         fingerprint=identity.hexdigest()[:32],
+        delta_layers=spec.delta_layers,
+        state_layer_bytes=spec.delta.layer_bytes(DTYPE_BYTES[spec.dtype]) if spec.delta else 0,
     )
 
 
@@ -193,13 +222,16 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         norm_eps=raw.rms_norm_eps,
         rope=rope,
         is_tied=raw.tie_word_embeddings,
-        has_qk_norm=family in ("qwen3", "qwen3_moe", "minimax_m2"),
+        has_qk_norm=family in ("qwen3", "qwen3_moe", "minimax_m2", *HYBRIDS),
         has_qkv_bias=family == "qwen2" or raw.attention_bias,
         has_out_bias=family != "qwen2" and raw.attention_bias,
         has_mlp_bias=family == "llama" and raw.mlp_bias,
         dtype=_dtype(raw, dtype, path),
         has_wide_qk_norm=family == "minimax_m2",
         moe=_moe(family, tree, path),
+        delta=_delta(family, tree, path),
+        has_offset_norms=family in HYBRIDS,
+        has_attention_gate=family in HYBRIDS,
         mla=mla,
     )
 
@@ -235,19 +267,20 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
     for layer in range(first, stop):
         block = f"model.layers.{layer}"
         shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
-        if spec.mla is not None:
+        if spec.delta is not None and layer in spec.delta_layers:
+            shapes |= qwen3_next.delta_shapes(block, spec.delta, spec.hidden)
+        elif spec.mla is not None:
             shapes |= mla_shapes(block, spec.mla, spec.hidden, spec.heads)
         else:
-            linear(f"{block}.self_attn.q_proj", q_rows, spec.hidden, spec.has_qkv_bias)
+            gated_rows = q_rows * (1 + spec.has_attention_gate)
+            linear(f"{block}.self_attn.q_proj", gated_rows, spec.hidden, spec.has_qkv_bias)
             linear(f"{block}.self_attn.k_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
             linear(f"{block}.self_attn.v_proj", kv_rows, spec.hidden, spec.has_qkv_bias)
             linear(f"{block}.self_attn.o_proj", spec.hidden, q_rows, spec.has_out_bias)
             if spec.has_qk_norm:
-                is_wide = spec.has_wide_qk_norm
-                shapes[f"{block}.self_attn.q_norm.weight"] = (q_rows if is_wide else spec.head_dim,)
-                shapes[f"{block}.self_attn.k_norm.weight"] = (
-                    kv_rows if is_wide else spec.head_dim,
-                )
+                is_wide, dim = spec.has_wide_qk_norm, spec.head_dim
+                shapes[f"{block}.self_attn.q_norm.weight"] = (q_rows if is_wide else dim,)
+                shapes[f"{block}.self_attn.k_norm.weight"] = (kv_rows if is_wide else dim,)
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
         if spec.moe is not None and layer in spec.moe_layers:
             shapes |= moe_shapes(block, spec.moe, spec.hidden)
@@ -260,6 +293,12 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
         if not spec.is_tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     return shapes
+
+
+def is_offset_norm(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor is a norm's weight, stored as its distance from one."""
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    return is_norm and spec.has_offset_norms
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -298,9 +337,17 @@ def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
         return qwen3_moe.read_moe(tree, path)
     if family == "minimax_m2":
         return minimax_m2.read_moe(tree, path)
+    if family == "qwen3_next":
+        return qwen3_next.read_moe(tree, path)
     if family == "deepseek_v3":
         return deepseek_v3.read_moe(tree, path)
     return None
+
+
+def _delta(family: Family, tree: dict[str, Any], path: Path) -> DeltaSpec | None:
+    if family not in HYBRIDS:
+        return None
+    return qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
 
 
 def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSpec:
@@ -318,6 +365,9 @@ def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSp
         fraction = min(1.0, (raw.rotary_dim or head_dim) / head_dim)
         fraction = scaling.get("partial_rotary_factor", fraction)
         theta = minimax_m2.ROPE_THETA
+    elif family in HYBRIDS:
+        fraction = raw.partial_rotary_factor or qwen3_next.ROTARY_FRACTION
+        fraction = scaling.get("partial_rotary_factor", fraction)
     elif scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
     fields = {

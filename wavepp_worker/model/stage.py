@@ -7,7 +7,7 @@ attention output and feed-forward only for rows that want a token: nothing else 
 Legend: T tokens in the wave, C hidden, H heads, D head dim, L answer rows, V vocabulary.
 """
 
-# ruff: noqa: N803 - shape suffixes are upper case
+# ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -19,22 +19,29 @@ from torch.nn import functional as F  # noqa: N812
 
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention import attend
+from wavepp_worker.model.delta_layer import DeltaWeights, delta_layer
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
 from wavepp_worker.model.mla import MlaWeights, latent_attention
 from wavepp_worker.model.moe import MoeWeights, experts_forward
 from wavepp_worker.model.rotary import rotary_frequencies, rotate
 from wavepp_worker.model.spec import ModelSpec
+from wavepp_worker.model.state_store import StateStore
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; projections that read the same input are fused along their output rows."""
+    """One layer; projections that read the same input are fused along their output rows.
+
+    Norm weights are f32 where they are stored as their distance from one.
+    """
 
     attention_norm: Tensor
-    qkv: Tensor  # of latent attention: (compressed) q, latent, shared key
+    # q, k, v, and the gate of a gated attention; of latent attention (compressed) q, latent,
+    # shared key; of a delta layer all its inputs.
+    qkv: Tensor
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [heads + kv_heads, D]: of q, then of k; repeated if per head
     out: Tensor
@@ -45,6 +52,7 @@ class LayerWeights:
     down: Tensor | None
     down_bias: Tensor | None
     moe: MoeWeights | None = None  # the layer's experts
+    delta: DeltaWeights | None = None  # a linear-attention layer
     mla: MlaWeights | None = None  # the rest of latent attention
 
 
@@ -72,6 +80,11 @@ class StageModel:
         self._weights = weights
         turning = spec.mla.rope_dim if spec.mla else spec.head_dim
         self._frequencies = rotary_frequencies(spec.rope, turning).to(self.device)
+        # Index of each layer among those of its kind, as its store numbers them.
+        is_delta = [layer.delta is not None for layer in weights.layers]
+        self._places = [is_delta[:index].count(kind) for index, kind in enumerate(is_delta)]
+        self.delta_count = sum(is_delta)
+        self.has_attention = not all(is_delta)
 
     def input_spec(self, tokens: int) -> dict[str, TensorSpec]:
         """Return name → (shape, dtype) of the inputs of a wave of `tokens` tokens.
@@ -86,7 +99,7 @@ class StageModel:
         """Return a zeroed pool of `blocks` blocks on this stage's device, and one on the host."""
         spec = self.spec
         return KvStore(
-            layers=len(self._weights.layers),
+            layers=len(self._weights.layers) - self.delta_count,
             blocks=blocks,
             planes=1 if spec.mla else 2,
             kv_heads=1 if spec.mla else spec.kv_heads,
@@ -97,14 +110,32 @@ class StageModel:
             host_blocks=host_blocks,
         )
 
+    def make_states(self, slots: int, host_slots: int = 0) -> StateStore | None:
+        """Return zeroed slots for working states and snapshots; None without delta layers."""
+        if self.spec.delta is None or not self.delta_count:
+            return None
+        return StateStore(
+            self.spec.delta,
+            layers=self.delta_count,
+            slots=slots,
+            dtype=self.dtype,
+            device=self.device,
+            host_slots=host_slots,
+        )
+
     @torch.inference_mode()
     def forward(
-        self, batch: WaveBatch, inputs: Mapping[str, Tensor], store: KvStore
+        self,
+        batch: WaveBatch,
+        inputs: Mapping[str, Tensor],
+        store: KvStore,
+        states: StateStore | None = None,
     ) -> dict[str, Tensor]:
-        """Run a wave; its keys and values are in `store` afterwards.
+        """Run a wave; its keys, values and states are in the stores afterwards.
 
         Args:
             inputs: as `input_spec` says; the first stage's "tokens" is `batch.tokens_T`.
+            states: from `make_states`; the working states are those before the wave's chunks.
 
         Returns:
             {"hidden": [T, C] of the stage's dtype}; on the last stage {"logits": f32 [L, V]}, row i
@@ -123,10 +154,16 @@ class StageModel:
         )
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
-            h, is_final = self._norm(x, layer.attention_norm), index == final
-            mixed = self._attention(
-                layer, h, (cos, sin), batch, store=store, place=index, is_final=is_final
-            )
+            h, place = self._norm(x, layer.attention_norm), self._places[index]
+            is_final = index == final
+            if layer.delta is None:
+                mixed = self._attention(
+                    layer, h, (cos, sin), batch, store=store, place=place, is_final=is_final
+                )
+            else:
+                mixed = self._delta(layer, layer.delta, h, batch, states=states, place=place)
+                if is_final:
+                    mixed = mixed[batch.answer_rows_L]
             if is_final:
                 x = x[batch.answer_rows_L]
             x = x + F.linear(mixed, layer.out, layer.out_bias)
@@ -161,17 +198,48 @@ class StageModel:
                 is_final=is_final,
             )
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        qkv = F.linear(h_TC, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
+        rows = F.linear(h_TC, layer.qkv, layer.qkv_bias)
+        qkv, gate_TX = torch.split(
+            rows, [(heads + 2 * kv_heads) * dim, heads * dim * spec.has_attention_gate], dim=-1
+        )
+        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = self._qk_norm(qk) * layer.qk_norm
+            qk = (self._qk_norm(qk.to(layer.qk_norm.dtype)) * layer.qk_norm).to(qk.dtype)
         qk = rotate(qk, rotation_T1D)
         q, k = qk[:, :heads], qk[:, heads:]
         store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
         if is_final:
             spans, q = batch.answer_spans, q[batch.answer_rows_L]
-        return attend(q, k, v, spans, store=store, layer=place)
+            gate_TX = gate_TX[batch.answer_rows_L]
+        attended = attend(q, k, v, spans, store=store, layer=place)
+        return attended * gate_TX.sigmoid() if spec.has_attention_gate else attended
+
+    def _delta(
+        self,
+        layer: LayerWeights,
+        delta: DeltaWeights,
+        h_TC: Tensor,
+        batch: WaveBatch,
+        *,
+        states: StateStore | None,
+        place: int,
+    ) -> Tensor:
+        """Return [T, H * V] of a delta layer; every row's state counts, whoever wants a token."""
+        spec = self.spec.delta
+        if spec is None or states is None:
+            raise InvariantError("a delta layer has a state store")
+        check(len(batch.state_spans) > 0, "chunks of this stage come with states")
+        return delta_layer(
+            F.linear(h_TC, layer.qkv),
+            delta,
+            spec,
+            batch.state_spans,
+            norm_eps=self.spec.norm_eps,
+            store=states,
+            layer=place,
+        )
 
     def _qk_norm(self, qk_THD: Tensor) -> Tensor:
         """Divide by the root mean square: of each head, or of all of q and of all of k."""
@@ -189,6 +257,8 @@ class StageModel:
         if layer.gate_up is not None and layer.down is not None:
             gate, up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             added = F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if layer.moe is not None and layer.moe.shared_gate is not None and added is not None:
+            added = added * F.linear(h_TC, layer.moe.shared_gate).sigmoid()
         if layer.moe is not None and self.spec.moe is not None:
             routed = experts_forward(h_TC, layer.moe, self.spec.moe)
             added = routed if added is None else routed + added
@@ -197,5 +267,8 @@ class StageModel:
         return added
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return RMSNorm over the last dimension."""
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+        """Return RMSNorm over the last dimension; in f32 throughout if the weight is."""
+        shape, eps = x.shape[-1:], self.spec.norm_eps
+        if weight.dtype != x.dtype:
+            return (F.rms_norm(x.float(), shape, None, eps) * weight).to(x.dtype)
+        return F.rms_norm(x, shape, weight, eps)

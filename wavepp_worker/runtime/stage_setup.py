@@ -17,7 +17,7 @@ import torch
 from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
 from wavepp_worker.base.types import LEADER, Rank
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.config.derive import HOST_FRACTION, blocks_in
+from wavepp_worker.config.derive import HOST_FRACTION, blocks_in, refuse_states
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_FRACTION = 0.25  # of the memory that is free now, shared by all stages of this host
 CPU_PROMPTS = 4  # a CPU pool of default size holds no more than so many longest prompts
+SNAPSHOTS_PER_INTERVAL = 2  # of cached tokens: prompts also keep one at their last block
 PROGRESS_INTERVAL_S = 2.0
 
 
@@ -83,9 +84,39 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
         context: for the hold desk's socket.
 
     Raises:
-        ConfigError: unusable weights, devices, pool size or transfer backend.
+        ConfigError: unusable weights, devices, pool size or transfer backend, or a model whose
+            states cannot be handed off.
         DeviceError: out of memory.
         PeerError: a neighbour did not come up in time.
+    """
+    refuse_states(boot.facts)
+    config, plan = boot.config, boot.plan.stages[rank]
+    work, windows = build_work(boot, rank, store)
+    desk = HoldDesk(
+        config.transfer,
+        config.cluster.host,
+        work.store,
+        rank=rank,
+        layers=(plan.first, plan.stop),
+        block_tokens=config.cache.block_tokens,
+        dtype=boot.facts.dtype,
+        fingerprint=boot.plan.fingerprint,
+        context=context,
+    )
+    marks = new_marks() if config.obs.trace_folder else None
+    return Stage(open_stream(work, marks), desk, windows, marks)
+
+
+def open_stream(work: StageWork, marks: Marks | None = None) -> CpuStageStream | CudaStageStream:
+    """Return the stream of the stage's device."""
+    kind = CudaStageStream if work.model.device.type == "cuda" else CpuStageStream
+    return kind(work, marks)
+
+
+def build_work(boot: Boot, rank: Rank, store: Store) -> tuple[StageWork, tuple[WindowReport, ...]]:
+    """Return this rank's model, hops and pools, and its windows as allocated.
+
+    Args and raises as `build_stage`, but for the hand-off.
     """
     config, plan = boot.config, boot.plan.stages[rank]
     torch.set_num_threads(config.cluster.threads)
@@ -103,36 +134,35 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
             progress=_progress_log(rank),
         )
     # Before the link: no stage allocates until all have come this far, so all see the same memory.
-    on_host = host_blocks(boot)
+    on_host, states_on_host = host_blocks(boot), host_states(boot, rank)
     # Before the pool: its size is what the device has left once the hops have their buffers.
     link = _open_link(boot, rank, store, device)
     blocks = pool_blocks(boot, rank, device)
+    slots = state_slots(boot, rank, blocks)
     size = f"{blocks} blocks of {plan.block_bytes} bytes"
+    if slots:
+        size += f" and {slots} states of {plan.state_bytes} bytes"
     what = f"allocating a cache of {size} (cache.device_tokens)"
     if on_host:
         what += f" and {on_host} blocks in host memory (cache.host_tokens)"
     with _memory_errors(what, device):
         kv_store = model.make_store(blocks, config.cache.block_tokens, on_host)
+        states = model.make_states(slots, states_on_host)
     logger.info("cache: %s rank=%d device=%s", size, rank, device)
     if on_host:
         logger.info(
-            "host tier: %d blocks, %d bytes rank=%d", on_host, on_host * plan.block_bytes, rank
+            "host tier: %d blocks, %d states, %d bytes rank=%d",
+            on_host,
+            states_on_host,
+            on_host * plan.block_bytes + states_on_host * plan.state_bytes,
+            rank,
         )
-    desk = HoldDesk(
-        config.transfer,
-        config.cluster.host,
-        kv_store,
-        rank=rank,
-        layers=(plan.first, plan.stop),
-        block_tokens=config.cache.block_tokens,
-        dtype=spec.dtype,
-        fingerprint=boot.plan.fingerprint,
-        context=context,
-    )
-    work = StageWork(model, kv_store, link)
-    marks = new_marks() if config.obs.trace_folder else None
-    kind = CudaStageStream if device.type == "cuda" else CpuStageStream
-    return Stage(kind(work, marks), desk, (WindowReport("attention", blocks, on_host),), marks)
+    windows = []
+    if model.has_attention:
+        windows.append(WindowReport("attention", blocks, on_host))
+    if states is not None:
+        windows.append(WindowReport("recurrent", slots, states_on_host))
+    return StageWork(model, kv_store, link, states), tuple(windows)
 
 
 def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.device:
@@ -166,31 +196,67 @@ def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.dev
 
 
 def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
-    """Return how many blocks this stage's pool gets.
+    """Return how many blocks this stage's pool gets, with `state_slots` for so many beside it.
+
+    Without attention layers: for how many blocks of the other stages it keeps snapshots.
 
     Raises:
         ConfigError: not even two blocks fit.
     """
     config, plan = boot.config, boot.plan
-    block_bytes = plan.stages[rank].block_bytes
+    state_bytes = plan.stages[rank].state_bytes
+    block_bytes, fixed_bytes = (
+        plan.stages[rank].block_bytes,
+        state_slots(boot, rank, 0) * state_bytes,
+    )
+    if config.cache.state_slots is None:
+        # What each block adds to the states; rounding up costs the pool of states a slot at most.
+        fixed_bytes += state_bytes
+        share = SNAPSHOTS_PER_INTERVAL * plan.block_tokens * state_bytes
+        block_bytes += ceil_div(share, plan.snapshot_interval_tokens)
     if config.cache.device_tokens is not None:
         return config.cache.device_tokens // plan.block_tokens
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        blocks = blocks_in(free_bytes, config.cache.device_fraction, block_bytes)
+        blocks = blocks_in(free_bytes, config.cache.device_fraction, block_bytes, fixed_bytes)
     else:
         free_bytes = available_bytes()
-        budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // config.cluster.stages
+        budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // config.cluster.stages - fixed_bytes
         ring_tokens = plan.ring_waves * plan.wave_tokens_max
         enough = ceil_div(CPU_PROMPTS * plan.context_tokens + ring_tokens, plan.block_tokens)
-        blocks = min(budget_bytes // block_bytes, enough)
+        blocks = min(budget_bytes // max(1, block_bytes), enough)
     if blocks < 2:
         raise ConfigError(
             f"no room for a cache on {device}: {free_bytes} bytes are free, one block of stage "
-            f"{rank} takes {block_bytes}; use a smaller model, more stages or a smaller "
-            "cache.block_tokens"
+            f"{rank} takes {block_bytes} and its states {fixed_bytes}; use a smaller model, more "
+            "stages or a smaller cache.block_tokens or cache.state_slots"
         )
     return blocks
+
+
+def state_slots(boot: Boot, rank: Rank, blocks: int) -> int:
+    """Return how many states this stage keeps beside `blocks` blocks; 0 without recurrent layers.
+
+    A slot for each of K requests, and for every interval of the cache the snapshot at its end and
+    one at the end of a prompt.
+    """
+    config, plan = boot.config, boot.plan
+    if not plan.stages[rank].state_bytes:
+        return 0
+    if config.cache.state_slots is not None:
+        return config.cache.state_slots
+    return config.admission.batch_requests_max + _snapshots(boot, blocks * plan.block_tokens)
+
+
+def host_states(boot: Boot, rank: Rank) -> int:
+    """Return how many states this stage's host tier gets; 0 without recurrent layers."""
+    if not boot.plan.stages[rank].state_bytes:
+        return 0
+    return _snapshots(boot, boot.config.cache.host_tokens)
+
+
+def _snapshots(boot: Boot, tokens: int) -> int:
+    return ceil_div(SNAPSHOTS_PER_INTERVAL * tokens, boot.plan.snapshot_interval_tokens)
 
 
 def host_blocks(boot: Boot) -> int:
@@ -204,6 +270,9 @@ def host_blocks(boot: Boot) -> int:
     tokens, stages = boot.config.cache.host_tokens, boot.plan.stages
     blocks = tokens // boot.plan.block_tokens
     needed_bytes = blocks * sum(stage.block_bytes for stage in stages)
+    needed_bytes += sum(
+        host_states(boot, Rank(rank)) * stage.state_bytes for rank, stage in enumerate(stages)
+    )
     free_bytes = available_bytes()
     if needed_bytes > free_bytes * HOST_FRACTION:
         raise ConfigError(

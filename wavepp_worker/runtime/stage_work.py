@@ -18,6 +18,7 @@ from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
 from wavepp_worker.model.sampling import sample
 from wavepp_worker.model.stage import StageModel
+from wavepp_worker.model.state_store import StateStore
 from wavepp_worker.transport.activations import ActivationLink, Incoming
 from wavepp_worker.wire.mailbox import Copy
 
@@ -35,12 +36,11 @@ class StreamTimes:
     offload_bytes: int = 0
     onboard_bytes: int = 0
 
-    def note_copies(self, copies: Sequence[Copy], block_bytes: int, seconds: float) -> None:
-        """Add the copies of one Install."""
-        offloads = sum(copy.kind == "offload" for copy in copies)
-        self.offload_bytes += offloads * block_bytes
-        self.onboard_bytes += (len(copies) - offloads) * block_bytes
-        self.copy_s += seconds
+    def note_copies(self, copies: Sequence[Copy], slot_bytes: int) -> None:
+        """Add one window's copies of one Install; those within the device move nothing here."""
+        kinds = [copy.kind for copy in copies]
+        self.offload_bytes += kinds.count("offload") * slot_bytes
+        self.onboard_bytes += (kinds.count("onboard") + kinds.count("onboard_state")) * slot_bytes
 
     def stats(self) -> dict[str, float]:
         """Return counters by their metric names."""
@@ -56,17 +56,30 @@ class StreamTimes:
 
 @dataclass(slots=True)
 class StageWork:
-    """One stage's model, cache and hops.  `link` is None with P = 1."""
+    """One stage's model, cache and hops.  `link` is None with P = 1.
+
+    Windows are numbered as LOOP reports them: attention first, if the stage has any, then states.
+    """
 
     model: StageModel
     store: KvStore
     link: ActivationLink | None
+    states: StateStore | None = None  # with delta layers
 
     def copy(self, copies: Sequence[Copy], times: StreamTimes) -> None:
         """Perform the copies of one Install, or enqueue them on the current CUDA stream."""
         began_at = time.monotonic()
-        self.store.copy(copies)
-        times.note_copies(copies, self.store.block_bytes, time.monotonic() - began_at)
+        blocks, states = copies, []
+        if self.states is not None:
+            window = int(self.model.has_attention)
+            blocks = [copy for copy in copies if copy.window != window]
+            states = [copy for copy in copies if copy.window == window]
+            # The windows' pools are apart, so their copies need no order between them.
+            self.states.copy(states)
+            times.note_copies(states, self.states.slot_bytes)
+        self.store.copy(blocks)
+        times.note_copies(blocks, self.store.block_bytes)
+        times.copy_s += time.monotonic() - began_at
 
     def receive(self, chunks: Sequence[WaveChunk]) -> Incoming | None:
         """Post the receive of a wave; None on the first stage, which starts from tokens."""
@@ -78,7 +91,7 @@ class StageWork:
         """Run a wave.  `inputs` is None on the first stage, which starts from tokens."""
         if inputs is None:
             inputs = {} if batch.tokens_T is None else {"tokens": batch.tokens_T}
-        return self.model.forward(batch, inputs, self.store)
+        return self.model.forward(batch, inputs, self.store, self.states)
 
     def send(self, outputs: dict[str, Tensor]) -> None:
         """Pass a wave on; the last stage has nobody to pass it to."""

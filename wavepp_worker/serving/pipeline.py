@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from kv_router_hooks.publisher import RouterPublisher
 from kv_router_hooks.router_view import RouterView
-from kv_router_hooks.window_rule import DENSE
+from kv_router_hooks.window_rule import DENSE, RECURRENT, WindowRule
 from wavepp_worker.base.errors import PeerError, check
 from wavepp_worker.cache.hashing import router_hash, scope_key, sequence_keys, split_keys
+from wavepp_worker.config.derive import StagePlan
 from wavepp_worker.config.schema import Config
 from wavepp_worker.obs.metrics import ServingMetrics
 from wavepp_worker.serving.cache_views import CacheViews
@@ -38,7 +39,6 @@ from wavepp_worker.wire.mailbox import (
     WorkerReady,
 )
 
-RANK_WINDOWS: Final = (DENSE,)  # of each rank: the models of `model` have full attention only
 REPORTS_PER_TURN = 64  # before requests get their turn on the loop
 REASON_CHARS_MAX = 200  # told with every request; the whole reason is logged once
 LOAD_NAMES = ("wavepp_referenced_blocks", "wavepp_reserved_blocks")
@@ -63,7 +63,9 @@ class Pipeline:
         self._ready: asyncio.Future[WorkerReady] = loop.create_future()
         stages = len(self.plan.stages)
         self._requests = LiveRequests(stages, config.admission.queue_requests_max)
-        self._view = RouterView((RANK_WINDOWS,) * stages, self.plan.block_tokens)
+        self._view = RouterView(
+            [_windows(stage) for stage in self.plan.stages], self.plan.block_tokens
+        )
         self.publisher = RouterPublisher(self._view, router_hash)
         self._cache_views = CacheViews(self._view, stages, router_hash)
         self._is_stopping = False
@@ -233,3 +235,8 @@ class Pipeline:
         ]
         total = self._limits.cache_tokens // self._limits.block_tokens
         self.on_load(min(int(max(counts)), total), total)
+
+
+def _windows(stage: StagePlan) -> list[WindowRule]:
+    """Return the rules of a rank's windows, in the order in which its LOOP reports them."""
+    return [DENSE] * (stage.block_bytes > 0) + [RECURRENT] * (stage.state_bytes > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from wavepp_worker.base.errors import ConfigError
@@ -37,6 +38,18 @@ def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
     """FS-47"""
     with pytest.raises(ConfigError, match=r"cluster\.stages \(6\).* 5 layers"):
         cut(6)
+
+
+def test_a_stage_has_the_bytes_of_the_layers_it_has() -> None:
+    """FS-32: layers 0, 1 and 3 keep states of 1,000 bytes, the others 2 * 2 * 16 * 4 a token."""
+    facts = msgspec.structs.replace(FACTS, delta_layers=(0, 1, 3), state_layer_bytes=1000)
+    model = ModelConfig(path="unused", stage_layers=(2, 1, 2))
+    plan = derive(Config(model=model, cluster=ClusterConfig(stages=3)), facts)
+    assert [(stage.block_bytes, stage.state_bytes) for stage in plan.stages] == [
+        (0, 2000),
+        (64 * 256, 0),
+        (64 * 256, 1000),
+    ]
 
 
 @pytest.mark.parametrize("layers", [(5, 1), (5, 0), (2, 2)])

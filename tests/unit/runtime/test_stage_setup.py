@@ -19,15 +19,20 @@ from wavepp_worker.runtime import stage_setup
 from wavepp_worker.runtime.boot import Boot
 from wavepp_worker.runtime.stage_setup import (
     build_stage,
+    build_work,
     host_blocks,
     pool_blocks,
     stage_device,
+    state_slots,
 )
+from wavepp_worker.wire.mailbox import WindowReport
 
 CPU = torch.device("cpu")
 
 
-def make_boot(tmp: Path, **sections: dict[str, object]) -> Boot:
+def make_boot(
+    tmp: Path, changes: dict[str, object] | None = None, **sections: dict[str, object]
+) -> Boot:
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -37,7 +42,9 @@ def make_boot(tmp: Path, **sections: dict[str, object]) -> Boot:
         "vocab_size": 64,
         "max_position_embeddings": 128,
     }
-    (tmp / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **shape}))
+    (tmp / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], **shape} | (changes or {}))
+    )
     model: dict[str, object] = {"path": str(tmp), "load_format": "dummy"}
     tree: dict[str, dict[str, object]] = {
         "model": model,
@@ -124,6 +131,94 @@ def test_the_host_tiers_of_all_stages_must_fit_with_some_to_spare(
     monkeypatch.setattr(stage_setup, "available_bytes", lambda: needed * 10 // 9 - 10)
     with pytest.raises(ConfigError, match=f"cache.host_tokens = 160.* 2 stages take {needed} "):
         host_blocks(boot)
+
+
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "num_experts": 0,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# 2 heads of 8 x 8 fp32, and 3 rows of 3 * 16 channels fp32.
+STATE_BYTES = 2 * 64 * 4 + 3 * 48 * 4
+
+
+def make_hybrid(tmp: Path, *layers: int, **sections: dict[str, object]) -> Boot:
+    """Two layers with states, then one of attention; K = 16, a snapshot every 32 tokens."""
+    cuts = {"cluster": {"stages": len(layers)}, "model": {"stage_layers": layers}}
+    cache = {"block_tokens": 16, "snapshot_interval_tokens": 32} | sections.pop("cache", {})
+    return make_boot(tmp, HYBRID, **cuts, cache=cache, **sections)
+
+
+def test_windows_are_those_of_the_stages_layers(tmp_path: Path) -> None:
+    """FS-32: 6 blocks of 16 tokens have 3 intervals, hence 16 + 2 * 3 slots; 2 * 2 on the host."""
+    boot = make_hybrid(tmp_path, 3, cache={"device_tokens": 100, "host_tokens": 64})
+    work, windows = build_work(boot, Rank(0), None)
+    assert windows == (WindowReport("attention", 6, 4), WindowReport("recurrent", 22, 4))
+    assert work.states is not None
+    assert work.states.slot_bytes == boot.plan.stages[0].state_bytes == 2 * STATE_BYTES
+    assert (work.states.slots, len(work.states.host_pool)) == (22, 4)
+    assert work.store.block_bytes == boot.plan.stages[0].block_bytes
+    for chosen in (2, 40):
+        boot = make_hybrid(tmp_path, 3, cache={"state_slots": chosen, "device_tokens": 100})
+        assert build_work(boot, Rank(0), None)[1][1] == WindowReport("recurrent", chosen)
+
+
+def test_a_stage_without_attention_keeps_states_alone(tmp_path: Path) -> None:
+    boot = make_hybrid(tmp_path, 2, 1, cache={"device_tokens": 100})
+    plan = boot.plan.stages
+    assert [(stage.block_bytes > 0, stage.state_bytes > 0) for stage in plan] == [
+        (False, True),
+        (True, False),
+    ]
+    assert (state_slots(boot, Rank(0), 6), state_slots(boot, Rank(1), 6)) == (22, 0)
+
+
+@pytest.mark.parametrize("layers", [(3,), (2, 1), (1, 2)], ids=str)
+def test_blocks_and_states_share_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
+) -> None:
+    """They fill the share that the pools may take, and no more; also without one of the two."""
+    boot = make_hybrid(tmp_path, *layers)
+    budget = 60_000
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: 4 * len(layers) * budget)
+    for rank, stage in enumerate(boot.plan.stages):
+        blocks = pool_blocks(boot, Rank(rank), CPU)
+        slots = state_slots(boot, Rank(rank), blocks)
+        taken = blocks * stage.block_bytes + slots * stage.state_bytes
+        spare = 2 * (stage.block_bytes + stage.state_bytes)
+        if blocks < (4 * 128 + 2 * len(layers) * 64) // 16:  # not the cap of CPU pools
+            assert budget - spare <= taken <= budget
+        assert blocks >= 2
+        assert taken <= budget
+
+
+def test_states_without_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = make_hybrid(tmp_path, 3)
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: 4 * 17 * 2 * STATE_BYTES)
+    with pytest.raises(ConfigError, match=r"its states \d+; .*cache.state_slots"):
+        pool_blocks(boot, Rank(0), CPU)
+
+
+def test_host_tiers_count_their_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = make_hybrid(tmp_path, 2, 1, cache={"host_tokens": 64})
+    blocks = 4 * sum(stage.block_bytes for stage in boot.plan.stages)
+    needed = blocks + 4 * 2 * STATE_BYTES
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: needed * 10 // 9 + 1)
+    assert host_blocks(boot) == 4
+    monkeypatch.setattr(stage_setup, "available_bytes", lambda: needed * 10 // 9 - 10)
+    with pytest.raises(ConfigError, match=f"take {needed} "):
+        host_blocks(boot)
+
+
+def test_a_stage_whose_states_cannot_be_handed_off_does_not_start(tmp_path: Path) -> None:
+    boot = make_hybrid(tmp_path, 3)
+    with zmq.Context() as context, pytest.raises(ConfigError, match="keep a recurrent state"):
+        build_stage(boot, Rank(0), None, context)
 
 
 class LonelyStore:

@@ -1,0 +1,85 @@
+"""One gated delta layer (GDN) of a wave: projections, convolution, delta rule, gated norm.
+
+    q, k, v, z, b, a = W x ;  q, k, v through the convolution ;  beta = sigmoid(b) ;  g from a
+    y = RMSNorm_head(o) * silu(z)
+
+Each request starts from its working state and leaves there the one after its chunk; where the chunk
+ends at a snapshot point, the same state is written to the snapshot's slot as well.
+
+Legend: T tokens, C hidden or channels, H value heads, K key dim, V value dim.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from wavepp_worker.model.delta_rule import delta_rule, short_convolution, softplus_decay
+from wavepp_worker.model.delta_spec import DeltaSpec
+from wavepp_worker.model.metadata import StateSpan
+from wavepp_worker.model.state_store import StateStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWeights:
+    """What a delta layer has beside its input and output projections."""
+
+    convolution: Tensor  # [C, kernel]
+    a_log: Tensor  # f32 [H]
+    decay_bias: Tensor  # f32 [H]
+    norm: Tensor  # [V]
+
+
+def delta_layer(
+    rows_TX: Tensor,
+    weights: DeltaWeights,
+    spec: DeltaSpec,
+    spans: Sequence[StateSpan],
+    *,
+    norm_eps: float,
+    store: StateStore,
+    layer: int,
+) -> Tensor:
+    """Return [T, H * V], before the output projection; states are in the store afterwards.
+
+    Args:
+        rows_TX: the input projection: q, k, v, z, beta, decay; every row is in one span.
+        layer: index among this stage's delta layers.
+    """
+    heads, dim = spec.value_heads, spec.value_dim
+    mixed_TC, z_TX, beta_TH, raw_TH = torch.split(
+        rows_TX, [spec.channels, heads * dim, heads, heads], dim=-1
+    )
+    beta_TH = beta_TH.sigmoid()
+    g_TH1 = softplus_decay(raw_TH[..., None], weights.a_log, weights.decay_bias[:, None])
+    out_THV = torch.empty((len(rows_TX), heads, dim), dtype=rows_TX.dtype, device=rows_TX.device)
+    for span in spans:
+        rows = span.rows
+        mixed, tail = short_convolution(
+            mixed_TC[rows], weights.convolution, store.tails_NRC[layer][span.working]
+        )
+        q, k, v = _heads(mixed, spec)
+        out, state = delta_rule(
+            q, k, v, g_TH1[rows], beta_TH[rows], store.states_NHKV[layer][span.working]
+        )
+        out_THV[rows] = out.to(out_THV.dtype)
+        store.write(layer, span.working, state, tail)
+        if span.snapshot >= 0:
+            store.write(layer, span.snapshot, state, tail)
+    normed = F.rms_norm(out_THV.float(), (dim,), None, norm_eps).to(out_THV.dtype) * weights.norm
+    return (normed.flatten(1) * F.silu(z_TX.float())).to(rows_TX.dtype)
+
+
+def _heads(mixed_TC: Tensor, spec: DeltaSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut the convolution's output into q, k, v of every value head."""
+    keys, served = spec.key_heads * spec.key_dim, spec.value_heads // spec.key_heads
+    q, k, v = torch.split(mixed_TC, [keys, keys, spec.value_heads * spec.value_dim], dim=-1)
+    q, k = (part.view(-1, spec.key_heads, spec.key_dim) for part in (q, k))
+    if served > 1:
+        q, k = (part.repeat_interleave(served, dim=1) for part in (q, k))
+    return q, k, v.view(-1, spec.value_heads, spec.value_dim)
