@@ -128,10 +128,15 @@ class Oracle:
     """transformers on the CPU, eager attention, one shot, no cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        config = AutoConfig.from_pretrained(str(folder))
+        rotary_dim = getattr(config, "rotary_dim", None)
+        if rotary_dim and "partial_rotary_factor" not in config.rope_parameters:
+            # MiniMax-M2: published checkpoints have this field, and transformers 5.17 ignores it.
+            config.rope_parameters["partial_rotary_factor"] = rotary_dim / config.head_dim
         self._model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="eager"
+            str(folder), config=config, dtype=dtype, attn_implementation="eager"
         ).eval()
 
     @torch.inference_mode()

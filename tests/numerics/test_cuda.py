@@ -11,12 +11,12 @@ import torch
 
 from tests.numerics.pipeline import TOLERANCE, Oracle, Pipeline, assert_rounding_only, make_chunk
 from tests.numerics.tiny import VOCAB, make_tiny_model, tiny_config
-from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.executor.ports import ChunkState, WaveChunk
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.sampling import sample
 from wavepp_worker.model.spec import read_spec
-from wavepp_worker.wire.mailbox import Sampling
+from wavepp_worker.wire.mailbox import Copy, Sampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +28,7 @@ PROMPT = [RNG.randrange(VOCAB) for _ in range(193)]
 TABLE = tuple(RNG.sample(range(64), 13))
 CHUNKS = [50, 80, 62, 1]
 ENDS = [49, 129, 191, 192]
+STATES = 1  # the recurrent window, as in `make_chunk`'s chunks
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -54,6 +55,30 @@ def test_cuda_stages_with_experts_equal_transformers(tmp_path: Path, family: str
     for chunks, ends in (([193], [192]), (CHUNKS, ENDS)):
         got = pipeline.prefill(PROMPT, TABLE, chunks).cpu()
         torch.testing.assert_close(got, want[ends], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_cuda_stages_with_states_equal_transformers(tmp_path: Path, family: str) -> None:
+    """In chunks, and resumed from a snapshot that was in host memory meanwhile."""
+    folder = make_tiny_model(tmp_path, family, seed=3)
+    oracle = Oracle(folder)
+    want = oracle.logits(PROMPT)
+    pipeline = Pipeline(folder, (0, 2, 5), device="cuda", dtype="float32")
+    pipeline.copy_states(Copy("zero_state", STATES, -1, 3))
+    rows, start = [], 0
+    for length in [50, 78, 64, 1]:
+        snapshot = 9 if start + length == 128 else -1
+        state = ChunkState(STATES, 3, snapshot)
+        rows.append(pipeline.run([make_chunk(PROMPT, start, length, TABLE, states=(state,))]))
+        start += length
+    torch.testing.assert_close(torch.cat(rows).cpu(), want[[49, 127, 191, 192]], **TOLERANCE)
+    pipeline.copy_states(
+        Copy("offload", STATES, 9, 5),
+        Copy("zero_state", STATES, -1, 9),
+        Copy("onboard_state", STATES, 5, 4),
+    )
+    chunk = make_chunk(PROMPT, 128, 65, TABLE, states=(ChunkState(STATES, 4),))
+    torch.testing.assert_close(pipeline.run([chunk]).cpu(), want[[192]], **TOLERANCE)
 
 
 def test_cuda_draws_what_the_cpu_draws() -> None:
