@@ -12,6 +12,8 @@ import torch
 from tests.numerics.pipeline import TOLERANCE, Oracle, Pipeline, assert_rounding_only, make_chunk
 from tests.numerics.tiny import VOCAB, make_tiny_model, tiny_config
 from wavepp_worker.executor.ports import ChunkState, WaveChunk
+from wavepp_worker.model.delta_kernel import run_delta_rule
+from wavepp_worker.model.delta_rule import delta_rule
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.sampling import sample
@@ -79,6 +81,31 @@ def test_cuda_stages_with_states_equal_transformers(tmp_path: Path, family: str)
     )
     chunk = make_chunk(PROMPT, 128, 65, TABLE, states=(ChunkState(STATES, 4),))
     torch.testing.assert_close(pipeline.run([chunk]).cpu(), want[[192]], **TOLERANCE)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 200, 1024])
+def test_the_delta_kernel_computes_what_plain_torch_does(tokens: int) -> None:
+    """fla-core in bf16 against fp64 on the same rounded inputs, states in fp32."""
+    pytest.importorskip("fla")
+    heads, keys, values = 4, 128, 128
+    generator = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).cuda().bfloat16()
+
+    q, k, v = draw(tokens, heads, keys), draw(tokens, heads, keys), draw(tokens, heads, values)
+    g = -torch.rand(tokens, heads, 1, generator=generator).cuda()
+    beta = draw(tokens, heads).sigmoid()
+    state = torch.randn(heads, keys, values, generator=generator).cuda() / 16
+    before = state.clone()
+    want_out, want_state = delta_rule(q, k, v, g.double(), beta, state.double())
+    out, after = run_delta_rule(q, k, v, g, beta, state)
+    assert torch.equal(state, before)
+    assert after.dtype == torch.float32
+    for got, want in ((out, want_out), (after, want_state)):
+        error = (got.double() - want).norm() / want.norm()
+        assert error < 0.01, error
+    torch.testing.assert_close(out.double(), want_out, atol=0.02, rtol=0.05)
 
 
 def test_cuda_draws_what_the_cpu_draws() -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from wavepp_worker.model.delta_rule import delta_rule, short_convolution, softplus_decay
+from wavepp_worker.model.delta_kernel import run_delta_rule
+from wavepp_worker.model.delta_rule import short_convolution, softplus_decay
 from wavepp_worker.model.delta_spec import DeltaSpec
 from wavepp_worker.model.metadata import StateSpan
 from wavepp_worker.model.state_store import StateStore
@@ -64,7 +65,7 @@ def delta_layer(
             mixed_TC[rows], weights.convolution, store.tails_NRC[layer][span.working]
         )
         q, k, v = _heads(mixed, spec)
-        out, state = delta_rule(
+        out, state = run_delta_rule(
             q, k, v, g_TH1[rows], beta_TH[rows], store.states_NHKV[layer][span.working]
         )
         out_THV[rows] = out.to(out_THV.dtype)

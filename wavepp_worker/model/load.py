@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
+from wavepp_worker.model.delta_kernel import warm_up
 from wavepp_worker.model.delta_layer import DeltaWeights
 from wavepp_worker.model.mla import MlaWeights
 from wavepp_worker.model.mla_spec import MlaSpec, half_order
@@ -68,7 +69,10 @@ def load_stage(
         check_tensors(index, shapes)
         source = SafetensorsSource({name: index[name].shard for name in shapes})
     builder = _StageBuilder(spec, shapes, source, torch.device(device), progress)
-    return StageModel(spec, first, builder.build(first, stop))
+    model = StageModel(spec, first, builder.build(first, stop))
+    if spec.delta is not None and model.delta_count:
+        warm_up(spec.delta, model.device, getattr(torch, spec.dtype))
+    return model
 
 
 class SafetensorsSource:
