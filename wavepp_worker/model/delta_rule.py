@@ -10,8 +10,8 @@ through a unit lower triangular system, and on everything before it through the 
 
 Sequences that are cut at multiples of 64 give bit for bit what they give uncut, if no piece is a
 single token; elsewhere only the rounding differs.  The decay may be one number per head (GDN) or
-one per key channel (KDA).  Plain torch; `delta_kernel` chooses it or a faster kernel.  The state's type, fp32 outside of proofs,
-is the type of everything here.
+one per key channel (KDA).  Plain torch; `delta_kernel` chooses it or a faster kernel.  The state's
+type, fp32 outside of proofs, is the type of everything here.
 
 Legend: T tokens, H heads, K key dim, V value dim, G 1 or K, N chunks, c tokens of a chunk,
 C channels of the convolution, W its width.
