@@ -12,8 +12,6 @@ from typing import Any
 from wavepp_worker.base.errors import ConfigError, WavePPError
 from wavepp_worker.config.load import load_config
 from wavepp_worker.config.schema import first_host_ranks
-from wavepp_worker.runtime.host_join import run_host
-from wavepp_worker.serving.ranks import read_plan
 
 EXIT_FAILED = 1
 PORT_MAX = 65535
@@ -80,6 +78,11 @@ def _rank(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.obs.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+
+    # The other commands need no sockets.
+    from wavepp_worker.runtime.host_join import run_host
+    from wavepp_worker.serving.ranks import read_plan
+
     facts, plan = read_plan(config)
     try:
         asyncio.run(run_host(config, plan, facts, ranks, leader=leader, epoch=args.epoch))
