@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 from dynamo.common.backend.run import run
@@ -11,7 +13,9 @@ from wavepp_worker.serving.engine import WavePPEngine, exit_process
 
 
 def main() -> int:
-    """Serve until SIGTERM; return the process's exit status."""
+    """Serve until SIGTERM or SIGINT; return the process's exit status."""
+    # Dynamo ends in order on SIGTERM alone; Ctrl-C means the same.
+    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         run(WavePPEngine)
     except ConfigError as error:

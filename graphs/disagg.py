@@ -14,7 +14,13 @@ import msgspec
 from graphs.graph import Component, Pod, ServiceArgs, Settings
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import derive, refuse_states
-from wavepp_worker.config.schema import Config, DecodeConfig, FrontendConfig, ModelConfig
+from wavepp_worker.config.schema import (
+    Config,
+    DecodeConfig,
+    FrontendConfig,
+    ModelConfig,
+    first_host_ranks,
+)
 from wavepp_worker.model.spec import model_folder, read_facts
 
 OPERATOR_HTTP_PORT = 8000  # its Service, container port and probes of a frontend
@@ -150,11 +156,12 @@ def relate(settings: Mapping[str, Settings], args: Mapping[str, ServiceArgs]) ->
     prefill: Config | None = settings.get("PrefillWorker")
     decode: DecodeConfig | None = settings.get("DecodeWorker")
     if prefill:
-        gpus, stages = args["PrefillWorker"].resources.gpu, prefill.cluster.stages
+        gpus, stages = args["PrefillWorker"].resources.gpu, first_host_ranks(prefill.cluster)
+        key = "first_host_stages" if stages < prefill.cluster.stages else "stages"
         if 0 < gpus < stages and not prefill.cluster.devices:
             raise ConfigError(
                 f"PrefillWorker.ServiceArgs.resources.gpu ({gpus}) is less than "
-                f"PrefillWorker.cluster.stages ({stages}): each stage needs a device of its own"
+                f"PrefillWorker.cluster.{key} ({stages}): each stage needs a device of its own"
             )
     if not (prefill and decode):
         return

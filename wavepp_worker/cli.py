@@ -39,6 +39,7 @@ from wavepp_worker.config.load import (
 )
 from wavepp_worker.config.schema import Config, DynamoConfig
 from wavepp_worker.obs.trace_file import merge_parts
+from wavepp_worker.serving.rank_command import add_rank
 from wavepp_worker.sim.command import add_sim
 
 EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
@@ -90,6 +91,7 @@ WavePP: a prefill-only, pipeline-parallel worker for NVIDIA Dynamo.
 
 examples:
   wavepp serve graphs.disagg -f configs/smollm2-cpu.yaml     start everything and chat
+  wavepp rank -f worker.yaml --ranks 1 --leader HOST:PORT    a worker's other hosts
   wavepp check-config configs/smollm2-cpu.yaml               find mistakes before a start
   wavepp print-schema                                        every key, its type and default
   wavepp render graphs.disagg -f my.yaml --kubernetes ...    manifests for Dynamo's operator
@@ -109,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser("wavepp", WAVEPP_HELP)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
+    add_rank(commands)
     _add_check(commands)
     _add_schema(commands)
     add_render(commands)

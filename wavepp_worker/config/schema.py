@@ -20,6 +20,7 @@ NaturalInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,12 +36,22 @@ class ClusterConfig(Section, frozen=True):
     """Address that this host's sockets bind to and advertise to the other ranks."""
     group: str = ""
     """Name shared by all ranks of one worker; empty: made up by the leader (one host only)."""
+    first_host_stages: PositiveInt | None = None
+    """Stages 0 to n - 1 run on the first host, beside the serving process; the others join from
+    other hosts by `wavepp rank`.  Default: all."""
+    join_port: Port = 0
+    """Port of `host` on which the first host lets the others join; needed with several hosts."""
     devices: tuple[str, ...] = ()
     """One per stage, e.g. ["cuda:0", "cuda:1"]; empty: CUDA devices in order, else CPU."""
     threads: PositiveInt = 1
     """CPU threads of each stage's tensor operations; more than cores / stages makes it slower."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest wait for all ranks to load weights and find each other."""
+
+
+def first_host_ranks(cluster: ClusterConfig) -> int:
+    """Return how many ranks run on the first host."""
+    return cluster.first_host_stages or cluster.stages
 
 
 class ModelConfig(Section, frozen=True):
@@ -237,6 +248,17 @@ class Config(Section, frozen=True):
             raise ValueError(
                 f"cluster.devices names {len(self.cluster.devices)} devices "
                 f"for cluster.stages = {self.cluster.stages}"
+            )
+        cluster = self.cluster
+        if (cluster.first_host_stages or 0) > cluster.stages:
+            raise ValueError(
+                f"cluster.first_host_stages ({cluster.first_host_stages}) exceeds "
+                f"cluster.stages ({cluster.stages})"
+            )
+        if first_host_ranks(cluster) < cluster.stages and not (cluster.group and cluster.join_port):
+            raise ValueError(
+                "cluster.first_host_stages leaves stages to other hosts, which need cluster.group "
+                "and cluster.join_port to join"
             )
         if self.model.stage_layers and len(self.model.stage_layers) != self.cluster.stages:
             raise ValueError(

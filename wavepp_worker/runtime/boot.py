@@ -33,12 +33,18 @@ class Boot(Struct, frozen=True, kw_only=True):
     config: Config
     plan: Plan
     facts: ModelFacts
-    epoch: int  # grows with every restart of the worker
+    epoch: int  # grows with every restart of the worker; the first host makes it
     group: str  # names this worker's ranks in Dynamo's discovery
     run_dir: str  # private folder (0700) that holds the ipc sockets
     report_address: str  # ZeroMQ endpoint of serving's PULL socket; every child PUSHes to it
     namespace: str  # Dynamo namespace
     parent_pid: int  # the supervisor's process
+    ranks: tuple[int, ...] = ()  # those of this host; empty: all
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """Return the ranks of this host."""
+        return self.ranks or tuple(range(self.config.cluster.stages))
 
 
 def save_boot(boot: Boot, path: str | Path) -> None:

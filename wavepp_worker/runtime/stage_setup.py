@@ -120,7 +120,7 @@ def build_work(boot: Boot, rank: Rank, store: Store) -> tuple[StageWork, tuple[W
     """
     config, plan = boot.config, boot.plan.stages[rank]
     torch.set_num_threads(config.cluster.threads)
-    device = stage_device(config.cluster.devices, config.cluster.stages, rank)
+    device = stage_device(config.cluster.devices, boot.ranks_here, rank)
     spec = read_spec(config.model.path, config.model.dtype)
     with _memory_errors(f"loading the weights of layers {plan.first} to {plan.stop - 1}", device):
         model = load_stage(
@@ -165,8 +165,11 @@ def build_work(boot: Boot, rank: Rank, store: Store) -> tuple[StageWork, tuple[W
     return StageWork(model, kv_store, link, states), tuple(windows)
 
 
-def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.device:
+def stage_device(devices: tuple[str, ...], ranks: tuple[int, ...], rank: Rank) -> torch.device:
     """Return the configured device, or the rank's CUDA device, or the CPU where there is none.
+
+    Args:
+        ranks: of this host; the first of them takes the host's first CUDA device.
 
     Raises:
         ConfigError: no such device, or fewer CUDA devices than stages.
@@ -180,13 +183,13 @@ def stage_device(devices: tuple[str, ...], stages: int, rank: Rank) -> torch.dev
     elif count == 0:
         device = torch.device("cpu")
     else:
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", ranks.index(rank))
     if device.type == "cuda":
         index = device.index or 0
         if index >= count:
             raise ConfigError(
                 f"cluster.devices: stage {rank} wants cuda:{index}, but {count} CUDA device(s) are "
-                f"visible (cluster.stages = {stages})"
+                f"visible (stages on this host: {len(ranks)})"
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
@@ -221,7 +224,7 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
         blocks = blocks_in(free_bytes, config.cache.device_fraction, block_bytes, fixed_bytes)
     else:
         free_bytes = available_bytes()
-        budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // config.cluster.stages - fixed_bytes
+        budget_bytes = int(free_bytes * CPU_POOL_FRACTION) // len(boot.ranks_here) - fixed_bytes
         ring_tokens = plan.ring_waves * plan.wave_tokens_max
         enough = ceil_div(CPU_PROMPTS * plan.context_tokens + ring_tokens, plan.block_tokens)
         blocks = min(budget_bytes // max(1, block_bytes), enough)
@@ -267,16 +270,17 @@ def host_blocks(boot: Boot) -> int:
     Raises:
         ConfigError: the host tiers of all stages do not fit what is available now.
     """
-    tokens, stages = boot.config.cache.host_tokens, boot.plan.stages
+    tokens = boot.config.cache.host_tokens
+    stages = {rank: boot.plan.stages[rank] for rank in boot.ranks_here}
     blocks = tokens // boot.plan.block_tokens
-    needed_bytes = blocks * sum(stage.block_bytes for stage in stages)
+    needed_bytes = blocks * sum(stage.block_bytes for stage in stages.values())
     needed_bytes += sum(
-        host_states(boot, Rank(rank)) * stage.state_bytes for rank, stage in enumerate(stages)
+        host_states(boot, Rank(rank)) * stage.state_bytes for rank, stage in stages.items()
     )
     free_bytes = available_bytes()
     if needed_bytes > free_bytes * HOST_FRACTION:
         raise ConfigError(
-            f"cache.host_tokens = {tokens}: the host tiers of all {len(stages)} stages take "
+            f"cache.host_tokens = {tokens}: the host tiers of {len(stages)} stages take "
             f"{needed_bytes} bytes; {free_bytes} are available, of which {HOST_FRACTION:.0%} may "
             "be taken"
         )

@@ -47,12 +47,15 @@ PRIVATE_VARIABLES = ("DYN_SYSTEM_PORT", "DYN_SYSTEM_ENABLED", "DYN_TCP_RPC_PORT"
 
 
 class RankSupervisor:
-    """One life of the ranks.  Construct and use on one asyncio loop in the main thread.
+    """One life of a host's ranks.  Construct and use on one asyncio loop in the main thread.
 
     Args:
+        ranks: those to start; empty: all.
+        epoch: of the worker's life, given by the first host; 0: this is the first host.
         roles: module to run per role; tests put scripted processes in.
 
     Attributes:
+        epoch: grows with every restart of the worker.
         run_dir: private folder of this life; removed by `stop`, `kill` and at exit.
         exited: set to the reason when the worker failed; stays pending in an ordered stop.
     """
@@ -64,10 +67,14 @@ class RankSupervisor:
         facts: ModelFacts,
         namespace: str,
         *,
+        ranks: tuple[int, ...] = (),
+        epoch: int = 0,
         roles: dict[str, str] | None = None,
     ) -> None:
         self._config, self._plan, self._facts = config, plan, facts
         self._namespace = namespace
+        self._ranks = ranks or tuple(range(config.cluster.stages))
+        self.epoch = epoch or time.time_ns() // 1_000_000
         self._roles = ROLES if roles is None else roles
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[str] = self._loop.create_future()
@@ -80,6 +87,7 @@ class RankSupervisor:
         self._children: list[Child] = []
         self._exits: list[Child] = []  # in order of notice, before we killed anybody
         self._fatals: list[Fatal] = []
+        self._causes: list[str] = []  # what happened outside this host
         self._is_failing = False
         self._is_killing = False
         self._is_stopping = False
@@ -92,17 +100,18 @@ class RankSupervisor:
             config=self._config,
             plan=self._plan,
             facts=self._facts,
-            epoch=time.time_ns() // 1_000_000,  # grows with every restart
+            epoch=self.epoch,
             group=self._config.cluster.group or f"wavepp-{secrets.token_hex(6)}",
             run_dir=self.run_dir,
             report_address=report_address,
             namespace=self._namespace,
             parent_pid=os.getpid(),
+            ranks=self._ranks,
         )
         boot_file = Path(self.run_dir) / "boot.json"
         save_boot(boot, boot_file)
         environment = self._environment()
-        for rank in range(self._config.cluster.stages):
+        for rank in self._ranks:
             for role, module in self._roles.items():
                 command = [sys.executable, "-m", module, "--boot", str(boot_file)]
                 command += ["--rank", str(rank)]
@@ -114,6 +123,14 @@ class RankSupervisor:
     def note_fatal(self, fatal: Fatal) -> None:
         """Take a `Fatal` report: the worker fails, with this text in the reason."""
         self._fatals.append(fatal)
+        self._fail()
+
+    def fail(self, cause: str) -> None:
+        """End the ranks because of something outside this host; `cause` comes first in the reason.
+
+        A no-op in an ordered stop.
+        """
+        self._causes.append(cause)
         self._fail()
 
     async def stop(self, grace_s: float = 5.0) -> bool:
@@ -177,7 +194,7 @@ class RankSupervisor:
         """Tell why the worker failed: a death by signal first, lost neighbours last."""
         exits = sorted(self._exits, key=lambda child: (child.status or 0) >= 0)
         fatals = sorted(self._fatals, key=lambda fatal: fatal.text.startswith("PeerError"))
-        parts = [child.obituary() for child in exits[:1]]
+        parts = self._causes[:1] + [child.obituary() for child in exits[:1]]
         parts += [f"{fatal.role}{fatal.rank} reported: {fatal.text}" for fatal in fatals[:4]]
         parts += [f"last output of {child.name}: {child.tail()}" for child in exits[:1]]
         self._remove_run_dir()

@@ -71,6 +71,8 @@ def test_all_unknown_keys_are_listed_with_line_and_nearest_name() -> None:
             "cache.snapshot_interval_tokens (96) must be a multiple of cache.block_tokens (64)",
         ),
         ("cluster: {devices: [cpu]}", "cluster.devices names 1 devices for cluster.stages = 2"),
+        ("cluster: {first_host_stages: 3}", "cluster.first_host_stages (3) exceeds"),
+        ("cluster: {first_host_stages: 1, group: g}", "cluster.first_host_stages leaves stages to"),
     ],
 )
 def test_refusals_name_the_place(text: str, message: str) -> None:

@@ -99,7 +99,7 @@ def test_nccl_cannot_serve_a_cpu_stage(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_the_cpu_is_the_default_without_cuda() -> None:
-    assert stage_device((), 2, Rank(1)) == CPU
+    assert stage_device((), (0, 1), Rank(1)) == CPU
 
 
 def test_a_configured_pool_is_cut_to_whole_blocks(tmp_path: Path) -> None:
