@@ -53,8 +53,16 @@ def frontend_pod(settings: FrontendConfig) -> Pod:
 
 
 def prefill_pod(settings: Config) -> Pod:
-    """Return one worker: P stages in one pod, reachable by decode at the pod's address."""
+    """Return one worker: P stages in one pod, reachable by decode at the pod's address.
+
+    Raises:
+        ConfigError: some stages would run on other hosts.
+    """
     cluster = settings.cluster
+    if first_host_ranks(cluster) < cluster.stages:
+        raise ConfigError(
+            "cluster.first_host_stages: a prefill worker over several pods is not supported yet"
+        )
     devices = cluster.devices or ("cuda",) * cluster.stages
     return Pod(
         name=settings.serving.component,

@@ -101,8 +101,8 @@ def add_render(commands: Any) -> None:
 def _render(args: argparse.Namespace) -> int:
     if args.nodes != 1:
         raise ConfigError(
-            f"--nodes {args.nodes}: a prefill worker over several pods is not supported yet: its "
-            "ranks find one another on one host only; use --nodes 1 and as many GPUs as stages"
+            f"--nodes {args.nodes}: a prefill worker over several pods is not supported yet; use "
+            "--nodes 1 and as many GPUs as stages"
         )
     graph = resolve(args.graph, Path(args.working_dir))
     source = merge_sources([read_source(file) for file in args.config_file])

@@ -384,6 +384,14 @@ def test_our_monitor_replaces_the_platforms(capsys: Print) -> None:
     ("words", "expected"),
     [
         (("--nodes", "2"), "--nodes 2: a prefill worker over several pods is not supported yet"),
+        (
+            (
+                "--PrefillWorker.cluster.first_host_stages=1",
+                "--PrefillWorker.cluster.group=g",
+                "--PrefillWorker.cluster.join_port=7000",
+            ),
+            "cluster.first_host_stages: a prefill worker over several pods is not supported",
+        ),
         (("--name", "Wave"), '--name "Wave": at most 30 of a-z'),
         (("--name", "a" * 31), "at most 30"),
         (("--PrefillWorker.cache.block_token=1",), 'did you mean "block_tokens"?'),
