@@ -13,7 +13,7 @@ import msgspec
 
 from graphs.graph import Component, Pod, ServiceArgs, Settings
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.config.derive import derive, refuse_states
+from wavepp_worker.config.derive import derive
 from wavepp_worker.config.schema import (
     Config,
     DecodeConfig,
@@ -92,7 +92,6 @@ def check_prefill(settings: Config) -> None:
     """Refuse a model folder that cannot be used, or a model that cannot be cut as configured."""
     model = settings.model
     facts = read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
-    refuse_states(facts)
     derive(settings, facts)
     check_tokenizer(model)
 
@@ -100,7 +99,7 @@ def check_prefill(settings: Config) -> None:
 def check_decode(settings: DecodeConfig) -> None:
     """Refuse a model folder that cannot be used."""
     model = settings.model
-    refuse_states(read_facts(model.path, model.dtype, model.load_format, seed=model.seed))
+    read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
     check_tokenizer(model)
 
 

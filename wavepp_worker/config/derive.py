@@ -55,7 +55,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def refuse_states(facts: ModelFacts) -> None:
-    """Refuse a model whose prompts end in a state: decode workers can be handed blocks only.
+    """Refuse a model with recurrent states where only blocks are reckoned with.
 
     Raises:
         ConfigError: it has linear-attention layers.
@@ -63,8 +63,7 @@ def refuse_states(facts: ModelFacts) -> None:
     if facts.delta_layers:
         raise ConfigError(
             f"{facts.family}: {len(facts.delta_layers)} of {facts.layers} layers keep a recurrent "
-            "state, which the hand-off to decode workers does not carry yet; serve a model with "
-            "attention layers only"
+            "state, which is not part of this arithmetic yet"
         )
 
 

@@ -8,6 +8,9 @@ Every step computes each running sequence's tokens that have no keys and values 
 sequence in full swing, a chunk for one that was evicted (or had no hand-off).  When a sequence
 grows and no block is free, the youngest running one is evicted and computed again later, so the
 oldest always goes on.
+
+A model with recurrent layers also has one state slot for each active sequence; the step zeroes it
+when it computes a sequence from its first token, whatever a failed fetch has left there.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from enum import Enum
 
 from wavepp_worker.base.errors import OverloadedError, check
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.executor.ports import WaveChunk
+from wavepp_worker.executor.ports import ChunkState, WaveChunk
 from wavepp_worker.wire.mailbox import Sampling
+
+STATE_WINDOW = 1  # after the attention window, 0
 
 
 class Stage(Enum):
@@ -43,6 +48,7 @@ class DecodeSequence:
     stage: Stage = Stage.WAITING
     computed: int = 0  # tokens whose keys and values are in `table`
     table: list[int] = field(default_factory=list)
+    state_slot: int | None = None  # while it is active, if the model has states
 
 
 class Batcher:
@@ -53,10 +59,18 @@ class Batcher:
         requests_max: sequences that run or fetch at once.
         queue_max: sequences that wait.
         chunk_tokens: tokens computed per step at most for sequences that are computed again.
+        has_states: whether the model has recurrent layers; `requests_max` slots are theirs.
     """
 
     def __init__(
-        self, blocks: int, block_tokens: int, requests_max: int, queue_max: int, chunk_tokens: int
+        self,
+        blocks: int,
+        block_tokens: int,
+        requests_max: int,
+        queue_max: int,
+        chunk_tokens: int,
+        *,
+        has_states: bool = False,
     ) -> None:
         self.block_count = blocks
         self.block_tokens = block_tokens
@@ -65,6 +79,7 @@ class Batcher:
         self.chunk_tokens = chunk_tokens
         self.evictions = 0
         self._free = list(range(blocks - 1, -1, -1))
+        self._free_slots = list(range(requests_max - 1, -1, -1)) if has_states else None
         self._waiting: deque[DecodeSequence] = deque()
         self._active: dict[int, DecodeSequence] = {}  # FETCHING or RUNNING, oldest first
 
@@ -96,6 +111,8 @@ class Batcher:
                 break
             self._waiting.popleft()
             sequence.table = [self._free.pop() for _ in range(needed)]
+            if self._free_slots is not None:
+                sequence.state_slot = self._free_slots.pop()
             sequence.stage = Stage.FETCHING if sequence.handed_tokens else Stage.RUNNING
             self._active[sequence.rid] = sequence
             if sequence.handed_tokens:
@@ -145,10 +162,11 @@ class Batcher:
                     rid=sequence.rid,
                     start=start,
                     length=length,
-                    tables=(tuple(sequence.table),),
+                    tables=self._tables(sequence),
                     tokens=struct.pack(f"<{length}I", *part),
                     wants_token=length == missing,
                     sampling=sequence.sampling,
+                    states=self._states(sequence),
                 )
             )
         return chunks
@@ -197,6 +215,14 @@ class Batcher:
         check(not set(owned) & set(self._free), "an owned block is not free")
         check(len(owned) + len(self._free) == self.block_count, "no block is lost")
         check(all(not sequence.table for sequence in self._waiting), "who waits owns nothing")
+        check(all(s.state_slot is None for s in self._waiting), "who waits owns no state")
+        if self._free_slots is not None:
+            slots = [sequence.state_slot for sequence in self._active.values()]
+            check(
+                sorted([*self._free_slots, *(-1 if slot is None else slot for slot in slots)])
+                == list(range(self.requests_max)),
+                "a state slot has one owner",
+            )
 
     def _grow(self, sequence: DecodeSequence) -> bool:
         """Get the blocks for the sequence's tokens; False if it had to give way itself."""
@@ -219,9 +245,20 @@ class Batcher:
         sequence.computed = 0
         self._waiting.appendleft(sequence)
 
+    def _tables(self, sequence: DecodeSequence) -> tuple[tuple[int, ...], ...]:
+        blocks = tuple(sequence.table)
+        return (blocks,) if sequence.state_slot is None else (blocks, ())
+
+    def _states(self, sequence: DecodeSequence) -> tuple[ChunkState, ...]:
+        slot = sequence.state_slot
+        return () if slot is None else (ChunkState(STATE_WINDOW, slot),)
+
     def _free_blocks(self, sequence: DecodeSequence) -> None:
         self._free.extend(reversed(sequence.table))
         sequence.table = []
+        if self._free_slots is not None and sequence.state_slot is not None:
+            self._free_slots.append(sequence.state_slot)
+            sequence.state_slot = None
 
     def _blocks_for(self, tokens: int) -> int:
         return ceil_div(tokens, self.block_tokens)

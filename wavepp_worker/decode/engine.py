@@ -101,6 +101,8 @@ class DecodeEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
             dtype=facts.dtype,
             fingerprint=facts.fingerprint,
             fetches_max=config.batch.requests_max,
+            states=runner.states,
+            recurrent=facts.delta_layers,
         )
         batcher = Batcher(
             runner.blocks,
@@ -108,6 +110,7 @@ class DecodeEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
             config.batch.requests_max,
             config.batch.queue_requests_max,
             CHUNK_TOKENS,
+            has_states=runner.states is not None,
         )
         self._loop = DecodeLoop(
             runner, self._reader, batcher, computes_lost_state=config.lost_state == "compute"

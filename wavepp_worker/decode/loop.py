@@ -217,7 +217,9 @@ class DecodeLoop:
         blocks = ceil_div(handoff.prompt_tokens, handoff.block_tokens)
         answer.is_fetching = True
         try:
-            await self._reader.fetch(handoff, sequence.table[:blocks], lambda: answer.is_wanted)
+            await self._reader.fetch(
+                handoff, sequence.table[:blocks], lambda: answer.is_wanted, sequence.state_slot
+            )
         except UnsettledError:
             raise  # blocks that may be written to at any time: only a restart makes them usable
         except TransferError as error:

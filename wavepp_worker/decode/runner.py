@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from wavepp_worker.base.errors import ConfigError, DeviceError, InvariantError
-from wavepp_worker.config.derive import refuse_states
 from wavepp_worker.config.schema import DecodeConfig
 from wavepp_worker.executor.ports import WaveChunk
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.sampling import sample
 from wavepp_worker.model.spec import read_facts, read_spec
+from wavepp_worker.wire.mailbox import Copy
 
 
 class ModelRunner:
@@ -33,7 +33,6 @@ class ModelRunner:
         except RuntimeError as error:
             raise ConfigError(f"device {config.device!r}: {error}") from error
         self.facts = read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
-        refuse_states(self.facts)
         spec = read_spec(model.path, model.dtype)
         self._stage = load_stage(
             model.path,
@@ -52,6 +51,7 @@ class ModelRunner:
                 f"{config.block_tokens} tokens"
             )
         self.store = self._stage.make_store(self.blocks, config.block_tokens)
+        self.states = self._stage.make_states(config.batch.requests_max)
 
     @torch.inference_mode()
     def step(
@@ -69,7 +69,8 @@ class ModelRunner:
             batch = build_batch(chunks, self.block_tokens, self.device)
             if batch.tokens_T is None:
                 raise InvariantError("every chunk of a decode step has its tokens")
-            output = self._stage.forward(batch, {"tokens": batch.tokens_T}, self.store)
+            self._zero_states(chunks)
+            output = self._stage.forward(batch, {"tokens": batch.tokens_T}, self.store, self.states)
             answering = [chunks[index] for index in batch.answers]
             if not answering:
                 return []
@@ -90,3 +91,15 @@ class ModelRunner:
         if any(math.isnan(logprob) for _, _, logprob in result):
             raise DeviceError("a decode step gave no numbers")
         return result
+
+    def _zero_states(self, chunks: Sequence[WaveChunk]) -> None:
+        """Let sequences that are computed from their first token begin without a past."""
+        if self.states is not None:
+            self.states.copy(
+                [
+                    Copy("zero_state", state.window, -1, state.working)
+                    for chunk in chunks
+                    for state in chunk.states
+                    if chunk.start == 0
+                ]
+            )

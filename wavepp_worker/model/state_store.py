@@ -44,8 +44,9 @@ class StateStore:
         self.host_pool = torch.zeros((host_slots, layers * layer_bytes), dtype=torch.uint8)
         if self.pool.is_cuda and host_slots:
             pin_while_alive(self, self.host_pool, self.pool.device)
-        state_shape = (delta.value_heads, delta.key_dim, delta.value_dim)
-        tail_shape = (delta.tail_rows, delta.channels)
+        self.layer_bytes = layer_bytes
+        self.state_shape = state_shape = (delta.value_heads, delta.key_dim, delta.value_dim)
+        self.tail_shape = tail_shape = (delta.tail_rows, delta.channels)
         tail_bytes = delta.tail_rows * delta.channels * dtype.itemsize
         self.states_NHKV: list[Tensor] = []
         self.tails_NRC: list[Tensor] = []
@@ -55,6 +56,11 @@ class StateStore:
             states = self.pool[:, start:middle].view(torch.float32)
             self.states_NHKV.append(states.view(slots, *state_shape))
             self.tails_NRC.append(self.pool[:, middle:stop].view(dtype).view(slots, *tail_shape))
+
+    @property
+    def base_address(self) -> int:
+        """Address of slot 0."""
+        return self.pool.data_ptr()
 
     @property
     def slot_bytes(self) -> int:

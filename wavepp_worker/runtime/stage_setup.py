@@ -17,7 +17,7 @@ import torch
 from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
 from wavepp_worker.base.types import LEADER, Rank
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.config.derive import HOST_FRACTION, blocks_in, refuse_states
+from wavepp_worker.config.derive import HOST_FRACTION, blocks_in
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
@@ -84,12 +84,10 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
         context: for the hold desk's socket.
 
     Raises:
-        ConfigError: unusable weights, devices, pool size or transfer backend, or a model whose
-            states cannot be handed off.
+        ConfigError: unusable weights, devices, pool size or transfer backend.
         DeviceError: out of memory.
         PeerError: a neighbour did not come up in time.
     """
-    refuse_states(boot.facts)
     config, plan = boot.config, boot.plan.stages[rank]
     work, windows = build_work(boot, rank, store)
     desk = HoldDesk(
@@ -102,6 +100,7 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
         dtype=boot.facts.dtype,
         fingerprint=boot.plan.fingerprint,
         context=context,
+        states=work.states,
     )
     marks = new_marks() if config.obs.trace_folder else None
     return Stage(open_stream(work, marks), desk, windows, marks)

@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.config.derive import ModelFacts, Plan, derive, refuse_states
+from wavepp_worker.config.derive import ModelFacts, Plan, derive
 from wavepp_worker.config.schema import Config, first_host_ranks
 from wavepp_worker.model.spec import read_facts
 from wavepp_worker.runtime.front_door import FrontDoor
@@ -75,7 +75,6 @@ def read_plan(config: Config) -> tuple[ModelFacts, Plan]:
     """
     model = config.model
     facts = read_facts(model.path, model.dtype, model.load_format, seed=model.seed)
-    refuse_states(facts)
     return facts, derive(config, facts)
 
 

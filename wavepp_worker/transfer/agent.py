@@ -52,6 +52,34 @@ class BlockPool(Protocol):
         """Bytes of one layer of one block."""
 
 
+class StatePool(Protocol):
+    """What a transfer needs of a state store: one contiguous, slot-major tensor of bytes."""
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """[slots, bytes of a slot], contiguous: a slot is one range, a layer one part of it."""
+
+    @property
+    def base_address(self) -> int:
+        """Address of slot 0."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one slot."""
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of one layer's fp32 state, which comes first."""
+
+    @property
+    def tail_shape(self) -> tuple[int, ...]:
+        """Shape of one layer's convolution tail, of the model's type."""
+
+
 def load_nixl() -> Any:
     """Import NIXL's Python API, whichever CUDA flavour of the wheel is installed.
 
@@ -71,15 +99,22 @@ def load_nixl() -> Any:
 
 
 class TransferAgent:
-    """A NIXL agent with one registered pool.  Threads may share it; calls are serialized by NIXL.
+    """A NIXL agent with its registered pools.  Threads may share it; NIXL serializes calls.
+
+    Args:
+        states: of a model with recurrent layers; either pool may be empty, but not both.
 
     Raises:
         ConfigError: NIXL or the backend cannot be used on this machine.
     """
 
-    def __init__(self, role: str, backend: str, store: BlockPool) -> None:
-        if not store.pool.is_contiguous():
-            raise ConfigError("the block pool must be contiguous to be registered")
+    def __init__(
+        self, role: str, backend: str, store: BlockPool, states: StatePool | None = None
+    ) -> None:
+        pools = [store.pool] if states is None else [store.pool, states.pool]
+        pools = [pool for pool in pools if pool.numel()]
+        if not pools or not all(pool.is_contiguous() for pool in pools):
+            raise ConfigError("pools must be contiguous and not empty to be registered")
         api = load_nixl()
         self.name = f"wavepp-{role}-{uuid.uuid4().hex}"
         device = store.pool.device
@@ -93,8 +128,8 @@ class TransferAgent:
         self._nixl = _make_patient_agent(api, self.name, config)
         if backend not in self._nixl.backends:
             raise ConfigError(f"transfer.backend {backend!r} is not available in this NIXL")
-        self._store = store  # keeps the pool mapped
-        self._registered = self._nixl.register_memory(store.pool)
+        self._pools = store, states  # keeps them mapped
+        self._registered = [self._nixl.register_memory(pool) for pool in pools]
         self.metadata: bytes = self._nixl.get_agent_metadata()
         self.metadata_digest = digest(self.metadata)
 
@@ -119,23 +154,16 @@ class TransferAgent:
         except Exception as error:  # NIXL's errors share no base class
             logger.debug("peer was not known agent=%s error=%s", name, error)
 
-    def local_rows(self, offset_bytes: int, length_bytes: int) -> Any:
-        """Prepare `length_bytes` at `offset_bytes` of every own block; index = block."""
-        store = self._store
-        blocks = store.pool.shape[0]
-        row = (
-            store.base_address + offset_bytes,
-            length_bytes,
-            self.device,
-            store.block_bytes,
-            blocks,
-        )
+    def local_rows(
+        self, base: int, row_bytes: int, rows: int, offset_bytes: int, length_bytes: int
+    ) -> Any:
+        """Prepare `length_bytes` at `offset_bytes` of every row of an own pool; index = row."""
+        row = (base + offset_bytes, length_bytes, self.device, row_bytes, rows)
         return self._nixl.prep_xfer_dlist(LOCAL_SIDE, np.array([row], np.uint64), self.memory)
 
-    def peer_rows(self, opened: Opened) -> Any:
-        """Prepare every whole block of a peer's pool; index = block."""
-        size = opened.block_bytes
-        row = (opened.pool_base, size, opened.device, size, opened.pool_blocks)
+    def peer_rows(self, opened: Opened, base: int, row_bytes: int, rows: int) -> Any:
+        """Prepare every whole row of one of a peer's pools; index = row."""
+        row = (base, row_bytes, opened.device, row_bytes, rows)
         return self._nixl.prep_xfer_dlist(opened.agent, np.array([row], np.uint64), opened.memory)
 
     def make_read(self, local: Any, local_blocks: Any, remote: Any, remote_blocks: Any) -> Any:
@@ -154,9 +182,10 @@ class TransferAgent:
         """End the agent, and only then let go of the pool.  Idempotent."""
         if self._nixl is None:
             return
-        self._nixl.deregister_memory(self._registered)
+        for registered in self._registered:
+            self._nixl.deregister_memory(registered)
         self._nixl = None
-        self._registered = None
+        self._registered = []
 
     @staticmethod
     def _is_done(state: str) -> bool:

@@ -23,7 +23,7 @@ import zmq
 from wavepp_worker.base.errors import PeerError, check
 from wavepp_worker.base.units import ceil_div
 from wavepp_worker.config.schema import TransferConfig
-from wavepp_worker.transfer.agent import BlockPool, TransferAgent
+from wavepp_worker.transfer.agent import BlockPool, StatePool, TransferAgent
 from wavepp_worker.transfer.desk_wire import (
     DESK_VERSION,
     FROM_DESK,
@@ -36,6 +36,7 @@ from wavepp_worker.transfer.desk_wire import (
     Held,
     Open,
     Opened,
+    OpenedState,
     Refused,
     Renew,
 )
@@ -58,6 +59,7 @@ class HoldDesk:
         layers: [first, stop) of the model's layers that `store` holds.
         dtype: element type of the pool, e.g. "bfloat16".
         fingerprint: names weights and cache format; a reader with another one is refused.
+        states: the stage's recurrent states; as `store`.
 
     Raises:
         ConfigError: NIXL or its backend cannot be used here.
@@ -74,22 +76,25 @@ class HoldDesk:
         block_tokens: int,
         dtype: str,
         fingerprint: str,
+        states: StatePool | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         first, stop = layers
+        recurrent = states.slot_bytes // states.layer_bytes if states is not None else 0
         check(
-            store.block_bytes == (stop - first) * store.layer_bytes,
-            "a block is exactly the stage's layers",
+            store.block_bytes == (stop - first - recurrent) * store.layer_bytes,
+            "block and state are exactly the stage's layers",
             layers=layers,
         )
         self._store = store
+        self._states = states
         self._rank = rank
         self._layers = layers
         self._block_tokens = block_tokens
         self._dtype = dtype
         self._fingerprint = fingerprint
         self._holds = HoldTable(config.hold_s, config.holds_max)
-        self._agent = TransferAgent(f"stage{rank}", config.backend, store)
+        self._agent = TransferAgent(f"stage{rank}", config.backend, store, states)
         self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
@@ -112,18 +117,15 @@ class HoldDesk:
         """Hold a finished prompt's slots; every wave that wrote them has passed its fence.
 
         Args:
-            tables: of this stage's one window: slot of block 0, 1, ...; longer is fine.
+            tables: of each of this stage's windows: slot of block 0, 1, ...; longer is fine.
             tokens: prompt length; the blocks that cover it are offered.
-            states: none: a stage with recurrent windows needs another desk.
+            states: of the recurrent window, if there is one: `working` is after the prompt.
             now: seconds, on the clock that `poll` is given.
         """
-        check(len(tables) == 1 and not states, "one attention window", rid=rid)
-        table = tables[0]
-        blocks = ceil_div(tokens, self._block_tokens)
-        check(0 < blocks <= len(table), "the table covers the prompt", rid=rid, tokens=tokens)
-        check(max(table[:blocks]) < self._store.pool.shape[0], "slots are in the pool", rid=rid)
+        table = self._attention_table(rid, tables, tokens, states)
+        slot = self._state_slot(rid, states)
         name = secrets.token_urlsafe(24)
-        self._holds.offer(rid, name, table[:blocks], tokens, now)
+        self._holds.offer(rid, name, table, tokens, now, state_slot=slot)
         return StageHandoff(
             stage=self._rank, layers=self._layers, control_address=self.address, hold=name
         )
@@ -173,6 +175,48 @@ class HoldDesk:
         """Stop answering, then end the agent; the pool is left alone.  Idempotent."""
         self._socket.close()
         self._agent.close()
+
+    def _attention_table(
+        self,
+        rid: int,
+        tables: Sequence[Sequence[int]],
+        tokens: int,
+        states: Sequence[StateSlots],
+    ) -> Sequence[int]:
+        """Return the slots of the blocks that cover the prompt; none without attention layers."""
+        recurrent = {slots.window for slots in states}
+        attention = [table for window, table in enumerate(tables) if window not in recurrent]
+        has_attention = self._store.block_bytes > 0
+        check(len(attention) == has_attention, "a table for attention alone", rid=rid)
+        if not has_attention:
+            return ()
+        blocks = ceil_div(tokens, self._block_tokens)
+        table = attention[0][:blocks]
+        check(0 < blocks <= len(table), "the table covers the prompt", rid=rid, tokens=tokens)
+        check(max(table) < self._store.pool.shape[0], "slots are in the pool", rid=rid)
+        return table
+
+    def _state_slot(self, rid: int, states: Sequence[StateSlots]) -> int | None:
+        check(len(states) == (self._states is not None), "a state for each window", rid=rid)
+        if self._states is None:
+            return None
+        slot = states[0].working
+        check(0 <= slot < self._states.pool.shape[0], "the state is in the pool", rid=rid)
+        return slot
+
+    def _opened_state(self, slot: int | None) -> OpenedState | None:
+        states = self._states
+        if states is None or slot is None:
+            return None
+        return OpenedState(
+            pool_base=states.base_address,
+            pool_slots=states.pool.shape[0],
+            slot_bytes=states.slot_bytes,
+            layer_bytes=states.layer_bytes,
+            state_shape=states.state_shape,
+            tail_shape=states.tail_shape,
+            slot=slot,
+        )
 
     def _serve(self, frames: list[bytes], now: float) -> None:
         if len(frames) != 2:
@@ -226,6 +270,7 @@ class HoldDesk:
             dtype=self._dtype,
             block_ids=hold.block_ids,
             tokens=hold.tokens,
+            state=self._opened_state(hold.state_slot),
         )
 
     def _mismatch(self, request: Open) -> str:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from wavepp_worker.wire.codec import Codec
 
-DESK_VERSION = 1  # of these messages and of the block layout that they describe
+DESK_VERSION = 2  # of these messages and of the block layout that they describe
 
 
 class Open(Struct, array_like=True, frozen=True, tag="open"):
@@ -48,11 +48,27 @@ class Decline(Struct, array_like=True, frozen=True, tag="decline"):
     hold: str
 
 
+class OpenedState(Struct, array_like=True, frozen=True):
+    """Where the state after the prompt lies: one slot, `slot_bytes` long.
+
+    The stage's recurrent layers in order, each `layer_bytes` long: the state, fp32 and of
+    `state_shape`, then the convolution's tail, of the model's type and `tail_shape`.
+    """
+
+    pool_base: int
+    pool_slots: int
+    slot_bytes: int
+    layer_bytes: int
+    state_shape: tuple[int, ...]
+    tail_shape: tuple[int, ...]
+    slot: int
+
+
 class Opened(Struct, array_like=True, frozen=True, tag="opened"):
     """Where the bytes of one stage lie.
 
     Block `i` of the request is `block_bytes` long, at `pool_base + block_ids[i] * block_bytes`:
-    the layers of `layers` in order, each `layer_bytes` long.
+    the attention layers of `layers` in order, each `layer_bytes` long; none without such layers.
     """
 
     ask: int
@@ -70,6 +86,7 @@ class Opened(Struct, array_like=True, frozen=True, tag="opened"):
     dtype: str
     block_ids: tuple[int, ...]
     tokens: int
+    state: OpenedState | None = None  # of a stage with recurrent layers
 
 
 class Refused(Struct, array_like=True, frozen=True, tag="refused"):

@@ -22,7 +22,7 @@ import numpy as np
 
 from wavepp_worker.base.errors import TransferError
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.transfer.agent import TransferAgent
+from wavepp_worker.transfer.agent import BlockPool, StatePool, TransferAgent
 from wavepp_worker.transfer.desk_link import LinkPool
 from wavepp_worker.transfer.desk_wire import (
     DESK_VERSION,
@@ -63,12 +63,19 @@ class LocalSide:
     links: LinkPool
     peers: Peers
     layers: int
-    layer_bytes: int
+    store: BlockPool
+    states: StatePool | None
+    recurrent: tuple[int, ...]  # layers whose state is in `states`; the others are in `store`
     block_tokens: int
     dtype: str
     fingerprint: str
     answer_s: float  # longest wait for a desk's answer
     fetch_s: float  # longest time of a fetch
+
+    def split(self, layer: int) -> tuple[int, int]:
+        """Return how many attention and recurrent layers come before `layer`."""
+        states = sum(other < layer for other in self.recurrent)
+        return layer - states, states
 
 
 class Fetch:
@@ -80,8 +87,10 @@ class Fetch:
         handoff: Handoff,
         block_ids: Sequence[int],
         is_wanted: Callable[[], bool],
+        state_slot: int | None = None,
     ) -> None:
         self._local = local
+        self._state_slot = state_slot
         self._handoff = handoff
         self._block_ids = np.asarray(block_ids, np.int32)
         self._is_wanted = is_wanted
@@ -106,7 +115,7 @@ class Fetch:
         for read in self._stages:
             read.ask_open()
         for read in self._stages:
-            read.finish_open(self._handoff, self._block_ids)
+            read.finish_open(self._handoff, self._block_ids, self._state_slot)
         pause_s = POLL_MIN_S
         while not all(read.is_closed for read in self._stages):
             is_moving = False
@@ -147,8 +156,10 @@ class StageRead:
         self._ask = 0
         self._agent = ""
         self._hold_s = self._renew_at = 0.0
-        self._handles: list[Any] = []  # local list, remote list, then the piece under way
-        self._pieces: list[tuple[Any, Any]] = []  # (local, remote) blocks still to be posted
+        self._handles: list[Any] = []  # lists of rows, then the piece under way
+        self._lists = 0  # of the handles
+        # Still to be posted: local list, local rows, remote list, remote rows.
+        self._pieces: list[tuple[Any, Any, Any, Any]] = []
         self.is_closed = False  # everything was read and Close was sent
 
     def ask_open(self) -> None:
@@ -168,7 +179,7 @@ class StageRead:
             )
         )
 
-    def finish_open(self, handoff: Handoff, block_ids: Any) -> None:
+    def finish_open(self, handoff: Handoff, block_ids: Any, state_slot: int | None) -> None:
         """Take the desk's answer, check that its bytes fit the local rows, prepare the pieces."""
         opened = self._link.receive(self._ask, time.monotonic() + self._local.answer_s)
         if isinstance(opened, Refused):
@@ -179,34 +190,63 @@ class StageRead:
         self._agent = opened.agent
         self._hold_s = opened.hold_s
         self._renew_at = time.monotonic() + opened.hold_s / 3
-        agent, first = self._local.agent, self._stage.layers[0]
         try:
             self._local.peers.learn(self._stage.control_address, opened)
-            offset = first * self._local.layer_bytes
-            self._handles.append(agent.local_rows(offset, opened.block_bytes))
-            self._handles.append(agent.peer_rows(opened))
+            self._prepare_blocks(opened, block_ids)
+            self._prepare_state(opened, state_slot)
         except Exception as error:  # NIXL's errors share no base class
             raise self._lost(error) from error
+        self._lists = len(self._handles)
+
+    def _prepare_blocks(self, opened: Opened, block_ids: Any) -> None:
+        if not opened.block_bytes:
+            return
+        agent, store = self._local.agent, self._local.store
+        offset = self._local.split(self._stage.layers[0])[0] * store.layer_bytes
+        rows = store.pool.shape[0]
+        mine = agent.local_rows(
+            store.base_address, store.block_bytes, rows, offset, opened.block_bytes
+        )
+        self._handles.append(mine)
+        other = agent.peer_rows(opened, opened.pool_base, opened.block_bytes, opened.pool_blocks)
+        self._handles.append(other)
         # In the exporter's order, so that NIXL can merge blocks adjacent on both sides.
         theirs = np.asarray(opened.block_ids, np.int32)
         order = np.argsort(theirs, kind="stable")
         step = max(1, PIECE_BYTES // opened.block_bytes)
         pieces = [order[start : start + step] for start in range(0, len(order), step)]
-        self._pieces = [(block_ids[piece], theirs[piece]) for piece in reversed(pieces)]
+        self._pieces = [
+            (mine, block_ids[piece], other, theirs[piece]) for piece in reversed(pieces)
+        ]
+
+    def _prepare_state(self, opened: Opened, state_slot: int | None) -> None:
+        state, states = opened.state, self._local.states
+        if state is None or states is None or state_slot is None:
+            return  # `check_layout` has seen that the stage has none
+        agent = self._local.agent
+        offset = self._local.split(self._stage.layers[0])[1] * states.layer_bytes
+        rows = states.pool.shape[0]
+        mine = agent.local_rows(
+            states.base_address, states.slot_bytes, rows, offset, state.slot_bytes
+        )
+        self._handles.append(mine)
+        other = agent.peer_rows(opened, state.pool_base, state.slot_bytes, state.pool_slots)
+        self._handles.append(other)
+        places = np.asarray([state_slot], np.int32), np.asarray([state.slot], np.int32)
+        self._pieces.append((mine, places[0], other, places[1]))
 
     def advance(self) -> bool:
         """Post the next piece, look at the one under way, renew, or close.  True if it moved."""
         if self.is_closed:
             return False
         self._renew_if_due()
-        local, remote, *under_way = self._handles
+        under_way = self._handles[self._lists :]
         agent = self._local.agent
         try:
             if under_way:
                 is_done = agent.is_done(under_way[0])
             elif self._pieces:
-                mine, theirs = self._pieces.pop()
-                transfer = agent.make_read(local, mine, remote, theirs)
+                transfer = agent.make_read(*self._pieces.pop())
                 self._handles.append(transfer)
                 is_done = agent.post(transfer)
             else:
@@ -289,11 +329,14 @@ class StageRead:
 def check_layout(local: LocalSide, stage: StageHandoff, handoff: Handoff, opened: Opened) -> None:
     """Raise `IncompatibleError` unless the exported bytes fit the local rows exactly."""
     first, stop = stage.layers
+    starts, stops = local.split(first), local.split(stop)
+    attention, recurrent = (stop - start for start, stop in zip(starts, stops, strict=True))
+    layer_bytes = local.store.layer_bytes
     expected = {
         "layers": (first, stop),
         "dtype": local.dtype,
-        "layer_bytes": local.layer_bytes,
-        "block_bytes": (stop - first) * local.layer_bytes,
+        "layer_bytes": layer_bytes,
+        "block_bytes": attention * layer_bytes,
         "tokens": handoff.prompt_tokens,
     }
     for name, value in expected.items():
@@ -302,7 +345,34 @@ def check_layout(local: LocalSide, stage: StageHandoff, handoff: Handoff, opened
             raise IncompatibleError(
                 f"stage {stage.stage} exports {name} = {found}, expected {value}"
             )
-    blocks = ceil_div(handoff.prompt_tokens, handoff.block_tokens)
+    check_state(local.states, stage, opened, recurrent)
+    blocks = ceil_div(handoff.prompt_tokens, handoff.block_tokens) if attention else 0
     in_pool = all(0 <= block < opened.pool_blocks for block in opened.block_ids)
     if len(opened.block_ids) != blocks or not in_pool:
         raise IncompatibleError(f"stage {stage.stage} exports impossible blocks")
+
+
+def check_state(states: StatePool | None, stage: StageHandoff, opened: Opened, layers: int) -> None:
+    """Raise `IncompatibleError` unless the exported state is of `layers` layers like the local."""
+    state = opened.state
+    if state is None or states is None:
+        if state is not None or layers:
+            raise IncompatibleError(
+                f"stage {stage.stage} exports {'no' if state is None else 'a'} recurrent state, "
+                f"this model has {layers} recurrent layers there"
+            )
+        return
+    expected = {
+        "slot_bytes": layers * states.layer_bytes,
+        "layer_bytes": states.layer_bytes,
+        "state_shape": states.state_shape,
+        "tail_shape": states.tail_shape,
+    }
+    for name, value in expected.items():
+        found = getattr(state, name)
+        if found != value or not layers:
+            raise IncompatibleError(
+                f"stage {stage.stage} exports a state with {name} = {found}, expected {value}"
+            )
+    if not 0 <= state.slot < state.pool_slots:
+        raise IncompatibleError(f"stage {stage.stage} exports an impossible state")

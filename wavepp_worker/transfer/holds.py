@@ -29,6 +29,7 @@ class TransferHold:
     deadline: float  # seconds; the hold has ended when now >= deadline
     offered_at: float
     ticket: str = ""  # names the one read; empty until opened
+    state_slot: int | None = None  # of the state after the prompt, with recurrent layers
 
 
 @dataclass(slots=True)
@@ -61,7 +62,16 @@ class HoldTable:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def offer(self, rid: int, name: str, block_ids: Sequence[int], tokens: int, now: float) -> None:
+    def offer(
+        self,
+        rid: int,
+        name: str,
+        block_ids: Sequence[int],
+        tokens: int,
+        now: float,
+        *,
+        state_slot: int | None = None,
+    ) -> None:
         """Hold a request's slots for a reader that knows `name`.
 
         In a full table the hold that would end first is ended now: its request is computed again.
@@ -73,7 +83,10 @@ class HoldTable:
             self.counts.crowded_out += 1
             self._end(next(iter(self._by_name.values())))
         self.counts.offered += 1
-        hold = TransferHold(rid, name, tuple(block_ids), tokens, now + self.hold_s, now)
+        deadline = now + self.hold_s
+        hold = TransferHold(
+            rid, name, tuple(block_ids), tokens, deadline, now, state_slot=state_slot
+        )
         self._by_name[name] = hold
         self._by_rid[rid] = hold
 

@@ -19,7 +19,7 @@ import zmq
 from wavepp_worker.base.errors import TransferError, check
 from wavepp_worker.base.units import ceil_div
 from wavepp_worker.config.schema import TransferConfig
-from wavepp_worker.transfer.agent import BlockPool, TransferAgent
+from wavepp_worker.transfer.agent import BlockPool, StatePool, TransferAgent
 from wavepp_worker.transfer.desk_link import DeskLink, LinkPool
 from wavepp_worker.transfer.desk_wire import Decline, Opened
 from wavepp_worker.transfer.fetch import Fetch, LocalSide
@@ -41,6 +41,8 @@ class StateReader:
         dtype: element type of the pool, e.g. "bfloat16".
         fingerprint: names weights and cache format; hand-offs with another one are refused.
         fetches_max: fetches under way at once; further ones wait.
+        states: the local recurrent states of all recurrent layers; as `store`.
+        recurrent: the layers whose state is in `states`.
 
     Raises:
         ConfigError: NIXL or its backend cannot be used here.
@@ -56,9 +58,19 @@ class StateReader:
         dtype: str,
         fingerprint: str,
         fetches_max: int = 8,
+        states: StatePool | None = None,
+        recurrent: tuple[int, ...] = (),
     ) -> None:
-        check(store.block_bytes == layers * store.layer_bytes, "the local store has all layers")
-        agent = TransferAgent("decode", config.backend, store)
+        blocks_of = layers - len(recurrent)
+        check(store.block_bytes == blocks_of * store.layer_bytes, "the local store has all layers")
+        state_bytes = 0 if states is None else states.slot_bytes
+        layer_bytes = 0 if states is None else states.layer_bytes
+        check(
+            state_bytes == len(recurrent) * layer_bytes and (states is None) == (not recurrent),
+            "the local states are of all recurrent layers",
+        )
+        self._state_bytes = state_bytes
+        agent = TransferAgent("decode", config.backend, store, states)
         self._agent = agent
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links = LinkPool(self._context)
@@ -67,7 +79,9 @@ class StateReader:
             links=self._links,
             peers=PeerBook(agent),
             layers=layers,
-            layer_bytes=store.layer_bytes,
+            store=store,
+            states=states,
+            recurrent=recurrent,
             block_tokens=block_tokens,
             dtype=dtype,
             fingerprint=fingerprint,
@@ -81,12 +95,17 @@ class StateReader:
         )
 
     async def fetch(
-        self, handoff: Handoff, block_ids: Sequence[int], is_wanted: Callable[[], bool]
+        self,
+        handoff: Handoff,
+        block_ids: Sequence[int],
+        is_wanted: Callable[[], bool],
+        state_slot: int | None = None,
     ) -> None:
         """Copy the prompt's state into the local blocks `block_ids`, one per block of the prompt.
 
-        When this returns or raises, no byte is written to the blocks any more, except after
-        `UnsettledError`.  Do not cancel it: make `is_wanted` false (it is called in a thread).
+        The recurrent layers' state goes to `state_slot`.  When this returns or raises, no byte is
+        written to either any more, except after `UnsettledError`.  Do not cancel it: make
+        `is_wanted` false (it is called in a thread).
 
         Raises:
             IncompatibleError: the exporter's model, block size, layers or type differ.
@@ -98,14 +117,15 @@ class StateReader:
             "one local block for each block of the prompt",
         )
         started = time.monotonic()
-        fetch = Fetch(self._local, handoff, block_ids, is_wanted)
+        check((state_slot is None) == (self._local.states is None), "a slot for each state")
+        fetch = Fetch(self._local, handoff, block_ids, is_wanted, state_slot)
         self._fetches += 1
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, fetch.run)
         except TransferError:
             self._failures += 1
             raise
-        self._bytes += len(block_ids) * self._local.layers * self._local.layer_bytes
+        self._bytes += len(block_ids) * self._local.store.block_bytes + self._state_bytes
         self._seconds += time.monotonic() - started
 
     async def decline(self, handoff: Handoff) -> None:

@@ -177,3 +177,34 @@ def test_random_traffic_ends_with_every_answer_and_no_block_in_use(seed: int) ->
         prompt, total = wanted[rid]
         assert text == [100 * rid + index for index in range(prompt)] + [7] * (total - prompt)
     assert batcher.used_blocks() == 0
+
+
+def test_every_active_sequence_has_a_state_slot_of_its_own() -> None:
+    """Given at admission, named in its chunks, free again when it ends, fails or is evicted."""
+    batcher = Batcher(6, B, 2, queue_max=8, chunk_tokens=64, has_states=True)
+    for rid in (1, 2, 3):
+        batcher.add(DecodeSequence(rid, [1] * B, 0, Sampling()))
+    batcher.admit()
+    chunks = batcher.plan()
+    assert [chunk.states[0].working for chunk in chunks] == [0, 1]
+    assert all(chunk.tables[1] == () for chunk in chunks)
+    batcher.check_invariants()
+    batcher.computed(chunks)
+    batcher.drop(1)
+    batcher.admit()
+    batcher.check_invariants()
+    states = {chunk.rid: chunk.states[0].working for chunk in batcher.plan()}
+    assert states[3] == 0
+    for rid in (2, 3):
+        batcher.drop(rid)
+    batcher.check_invariants()
+    assert batcher.active_count() == 0
+
+
+def test_a_model_without_states_names_none() -> None:
+    batcher = Batcher(6, B, 2, queue_max=8, chunk_tokens=64)
+    batcher.add(DecodeSequence(1, [1] * B, 0, Sampling()))
+    batcher.admit()
+    (chunk,) = batcher.plan()
+    assert chunk.states == ()
+    assert len(chunk.tables) == 1

@@ -76,8 +76,13 @@ class FakeReader:
         self.error: TransferError | None = None
 
     async def fetch(
-        self, handoff: Handoff, block_ids: Sequence[int], is_wanted: Callable[[], bool]
+        self,
+        handoff: Handoff,
+        block_ids: Sequence[int],
+        is_wanted: Callable[[], bool],
+        state_slot: int | None = None,
     ) -> None:
+        assert state_slot is None, "these models keep no states"
         while not self.gate.is_set():
             if not is_wanted():
                 raise TransferError("no longer wanted")

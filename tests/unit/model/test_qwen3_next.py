@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphs.disagg import check_decode, check_prefill
 from tests.numerics.tiny import tiny_config
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import derive
-from wavepp_worker.config.schema import ClusterConfig, Config, DecodeConfig, ModelConfig
-from wavepp_worker.decode.runner import ModelRunner
+from wavepp_worker.config.schema import ClusterConfig, Config, ModelConfig
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order
 from wavepp_worker.model.spec import ModelSpec, read_facts, read_spec, tensor_shapes
-from wavepp_worker.serving.ranks import read_plan
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -147,18 +143,3 @@ def test_rows_are_ungrouped(tmp_path: Path) -> None:
     )  # fmt: skip
     assert sorted(delta_input_order(spec.delta)) == list(range(len(rows)))
     assert attention_input_order(2, 1, 2) == [0, 1, 4, 5, 8, 9, 10, 11, 2, 3, 6, 7]
-
-
-def test_workers_refuse_a_model_whose_state_they_cannot_hand_off(tmp_path: Path) -> None:
-    """Prefill and decode, when they start and in the check before a graph starts."""
-    read(tmp_path)
-    model = ModelConfig(path=str(tmp_path), load_format="dummy")
-    attempts: list[Callable[[], object]] = [
-        lambda: read_plan(Config(model=model)),
-        lambda: check_prefill(Config(model=model)),
-        lambda: check_decode(DecodeConfig(model=model)),
-        lambda: ModelRunner(DecodeConfig(model=model)),
-    ]
-    for attempt in attempts:
-        with pytest.raises(ConfigError, match="3 of 5 layers keep a recurrent state"):
-            attempt()

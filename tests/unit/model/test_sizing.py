@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from graphs.plan_command import parse_size
-from tests.numerics.tiny import make_tiny_model
+from tests.numerics.tiny import make_tiny_model, tiny_config
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.cli import main
 from wavepp_worker.config.derive import blocks_in
+from wavepp_worker.config.schema import Config, ModelConfig
 from wavepp_worker.model.load import load_stage
-from wavepp_worker.model.sizing import weights_bytes
-from wavepp_worker.model.spec import read_spec
+from wavepp_worker.model.sizing import size_worker, weights_bytes
+from wavepp_worker.model.spec import read_facts, read_spec
 
 QWEN3_32B = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 25600,
@@ -155,3 +156,13 @@ def test_sizes(text: str, size: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="--x"):
         parse_size("--x", text)
+
+
+def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_5")))
+    spec, facts = read_spec(tmp_path), read_facts(tmp_path, "auto", "dummy")
+    with pytest.raises(ConfigError, match="3 of 5 layers keep a recurrent state"):
+        size_worker(
+            Config(model=ModelConfig(path=str(tmp_path))), spec, facts,
+            gpu_bytes=1 << 30, reserve_bytes=0,
+        )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Models with recurrent layers, end to end: answers equal transformers, token for token.
+
+Blocks and states go from prefill stages to decode through NIXL.  What can be reused ends at a
+snapshot: every 64 tokens here, and at the last block boundary of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.integration.deployment import (
+    BLOCK,
+    decode_config,
+    deployment,
+    free_port,
+    per_rank,
+    pipeline,
+    prefill_config,
+    wait_until,
+)
+from tests.integration.test_greedy import greedy, prompt_of, reference
+from tests.numerics.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.dynamo, pytest.mark.nixl]
+
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 11 * BLOCK + 5)
+ANSWER = 10
+INTERVAL = 64
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"), [("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_next", 2), ("qwen3_next", 3)]
+)
+async def test_answers_equal_transformers(tmp_path: Path, family: str, stages: int) -> None:
+    """FS-26, FS-28: cold, copied, repeated, extended and shared prompts."""
+    folder = tmp_path / "model"
+    make_tiny_model(folder, family, seed=stages)
+    model = reference(folder)
+    port = free_port()
+    config = prefill_config(folder, stages, cache={"snapshot_interval_tokens": INTERVAL})
+    with deployment(tmp_path) as deploy:
+        deploy.prefill(config, DYN_SYSTEM_PORT=str(port))
+        deploy.decode(decode_config(folder))
+        async with pipeline(deploy) as pipe:
+            computed = 0
+            for length in LENGTHS:
+                prompt = prompt_of(length, seed=3)
+                want = greedy(model, prompt, ANSWER)
+                (first, cached_first), (second, cached_second) = await asyncio.gather(
+                    pipe.generate(prompt, ANSWER), pipe.generate(prompt, ANSWER)
+                )
+                assert first == want, f"cold, {length} tokens"
+                assert second == want, f"resubmitted, {length} tokens"
+                third, cached_third = await pipe.generate(prompt, ANSWER)
+                assert third == want, f"reused, {length} tokens"
+                assert cached_third == (length - 1) // BLOCK * BLOCK
+                computed += 3 * length - cached_first - cached_second - cached_third
+            for text, reused in (
+                (prompt + want + prompt_of(30, seed=4), 11 * BLOCK),  # the conversation goes on
+                (prompt[: 7 * BLOCK] + prompt_of(40, seed=5), INTERVAL),  # not at its 7th block
+            ):
+                answer, cached = await pipe.generate(text, ANSWER)
+                assert answer == greedy(model, text, ANSWER)
+                assert cached == reused
+                computed += len(text) - cached
+        wait_until(
+            lambda: (
+                per_rank(port, "wavepp_tokens_computed_total")
+                == dict.fromkeys(range(stages), float(computed))
+            ),
+            5,
+            f"every stage computed only the suffixes: {computed} tokens; "
+            f"saw {per_rank(port, 'wavepp_tokens_computed_total')}",
+        )
+
+
+async def test_a_lost_state_is_computed_by_decode(tmp_path: Path) -> None:
+    """The hold has run out: decode computes the prompt itself, from a zeroed slot."""
+    folder = tmp_path / "model"
+    make_tiny_model(folder, "qwen3_5", seed=9)
+    model = reference(folder)
+    prompts = [prompt_of(5 * BLOCK + 3, seed) for seed in range(3)]
+    with deployment(tmp_path) as deploy:
+        deploy.prefill(prefill_config(folder, 2, transfer={"hold_s": 0.2}))
+        deploy.decode(decode_config(folder, batch={"cache_tokens": 4096, "requests_max": 1}))
+        async with pipeline(deploy) as pipe:
+            for prompt in prompts:  # the one slot has held other states
+                answer, _ = await pipe.generate(prompt, ANSWER)
+                assert answer == greedy(model, prompt, ANSWER)
+            handed = await pipe.prefill(prompts[0])
+            await asyncio.sleep(1.0)  # the hold is over
+            answer = await pipe.decode(prompts[0], handed, ANSWER)
+            assert answer == greedy(model, prompts[0], ANSWER)
+        assert "hand-off lost" in deploy.logs()
