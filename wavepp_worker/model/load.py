@@ -17,7 +17,6 @@ from torch import Tensor
 
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.checkpoint import check_tensors, read_index
-from wavepp_worker.model.delta_kernel import warm_up
 from wavepp_worker.model.delta_layer import DeltaWeights
 from wavepp_worker.model.mla import MlaWeights
 from wavepp_worker.model.mla_spec import MlaSpec, half_order
@@ -26,6 +25,7 @@ from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
 from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
+from wavepp_worker.model.warm_up import warm_up
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors of this stage)
 
@@ -70,8 +70,7 @@ def load_stage(
         source = SafetensorsSource({name: index[name].shard for name in shapes})
     builder = _StageBuilder(spec, shapes, source, torch.device(device), progress)
     model = StageModel(spec, first, builder.build(first, stop))
-    if spec.delta is not None and model.delta_count:
-        warm_up(spec.delta, model.device, getattr(torch, spec.dtype))
+    warm_up(model)
     return model
 
 
