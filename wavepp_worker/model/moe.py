@@ -15,13 +15,12 @@ Legend: T tokens, C hidden, E experts, K chosen per token, I hidden width of an 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from wavepp_worker.model.fused import combine, fused, swiglu
+from wavepp_worker.model.fused import combine, swiglu
 from wavepp_worker.model.moe_spec import MoeSpec
 
 
@@ -38,30 +37,26 @@ class MoeWeights:
 
 def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:
     """Return the weighted sum of each token's experts, [T, C]."""
-    order_X, stops_E, places_TK, weights_TK = _plan(
-        x_TC,
-        weights.router,
-        weights.selection_bias,
-        **spec.routing,
-    )
+    order_X, stops_E, places_TK, weights_TK = _plan(x_TC, weights, spec)
     rows_XC = x_TC[order_X // spec.chosen]
     gate_up = grouped_linear(rows_XC, weights.gate_up, stops_E)
     sorted_XC = grouped_linear(swiglu(gate_up), weights.down, stops_E)
     return combine(sorted_XC, places_TK, weights_TK)
 
 
-@fused
 def _plan(
-    x_TC: Tensor, router_EC: Tensor, bias_E: Tensor | None, **how: Any
+    x_TC: Tensor, weights: MoeWeights, spec: MoeSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Choose experts and sort the pairs of token and expert by expert.
+
+    Compiled as a whole it took the host three times as long on an H200, 4.5 ms instead of 1.4.
 
     Returns:
         The pairs in order, int64 [X]; where each expert's end, int32 [E]; each pair's place in that
         order, int64 [T, K]; weights, f32 [T, K].
     """
-    logits_TE = F.linear(x_TC.to(router_EC.dtype), router_EC)
-    experts_TK, weights_TK = route(logits_TE, bias_E, **how)
+    logits_TE = F.linear(x_TC.to(weights.router.dtype), weights.router)
+    experts_TK, weights_TK = route(logits_TE, weights.selection_bias, spec)
     flat_X = experts_TK.flatten()
     order_X = flat_X.argsort(stable=True)
     experts_E = torch.arange(logits_TE.shape[1], device=x_TC.device)
@@ -71,34 +66,24 @@ def _plan(
     return order_X, stops_E, places_X.view(experts_TK.shape), weights_TK
 
 
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    *,
-    scores: str,
-    chosen: int,
-    groups: int,
-    groups_kept: int,
-    is_renormalised: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return each token's experts, int64 [T, K], and their weights, f32 [T, K]; as `MoeSpec`."""
-    if scores == "softmax":
+def route(logits_TE: Tensor, bias_E: Tensor | None, spec: MoeSpec) -> tuple[Tensor, Tensor]:
+    """Return each token's experts, int64 [T, K], and their weights, f32 [T, K]."""
+    if spec.scores == "softmax":
         scores_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
     else:
         scores_TE = logits_TE.float().sigmoid()
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if groups > 1:
-        ranked_TGe = ranked_TE.view(len(ranked_TE), groups, ranked_TE.shape[1] // groups)
+    if spec.groups > 1:
+        ranked_TGe = ranked_TE.view(len(ranked_TE), spec.groups, spec.experts // spec.groups)
         best_TG = ranked_TGe.topk(2, dim=-1).values.sum(dim=-1)
-        kept = best_TG.topk(groups_kept, dim=-1).indices
+        kept = best_TG.topk(spec.groups_kept, dim=-1).indices
         is_lost_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept, value=False)
         ranked_TE = ranked_TGe.masked_fill(is_lost_TG[..., None], -torch.inf).flatten(1)
-    experts_TK = ranked_TE.topk(chosen, dim=-1).indices
+    experts_TK = ranked_TE.topk(spec.chosen, dim=-1).indices
     weights_TK = scores_TE.gather(1, experts_TK)
-    if is_renormalised:
+    if spec.is_renormalised:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return experts_TK, weights_TK * scale
+    return experts_TK, weights_TK * spec.scale
 
 
 def grouped_linear(rows_XI: Tensor, weights_EOI: Tensor, stops_E: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -56,18 +56,6 @@ class MoeSpec(Struct, frozen=True, kw_only=True):
     groups: int = 1
     groups_kept: int = 1
     names: MoeNames = MoeNames()
-
-    @property
-    def routing(self) -> dict[str, Any]:
-        """How experts are chosen and weighed, as plain constants: what a compiler can take in."""
-        return {
-            "scores": self.scores,
-            "chosen": self.chosen,
-            "groups": self.groups,
-            "groups_kept": self.groups_kept,
-            "is_renormalised": self.is_renormalised,
-            "scale": self.scale,
-        }
 
 
 def check_moe(spec: MoeSpec, path: Path) -> MoeSpec:

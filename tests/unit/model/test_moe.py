@@ -78,7 +78,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
     bias = torch.zeros(EXPERTS)
     bias[[3, 9]] = 5.0
     logits = torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(3))
-    experts, weights = route(logits, bias, **spec.routing)
+    experts, weights = route(logits, bias, spec)
     assert experts.sort(dim=1).values.tolist() == [[3, 9]] * TOKENS
     scores = logits.sigmoid().gather(1, experts)
     torch.testing.assert_close(weights, scores / scores.sum(dim=1, keepdim=True))
