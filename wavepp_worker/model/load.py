@@ -21,7 +21,7 @@ from wavepp_worker.model.delta_kernel import warm_up
 from wavepp_worker.model.delta_layer import DeltaWeights
 from wavepp_worker.model.mla import MlaWeights
 from wavepp_worker.model.mla_spec import MlaSpec, half_order
-from wavepp_worker.model.moe import MoeWeights
+from wavepp_worker.model.moe import LatentWeights, MoeWeights
 from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
 from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
@@ -214,14 +214,22 @@ class _StageBuilder:
             bias = self._fused(f"{layer}.{names.selection_bias}", dtype=torch.float32)
         # Sigmoid scores crowd near one, where 16 bits do not tell experts apart.
         router_dtype = torch.float32 if moe.scores == "sigmoid" else self._dtype
+        rows, latent = moe.latent or spec.hidden, None
+        if moe.latent:
+            latent = LatentWeights(
+                down=self._weight([f"{layer}.{names.latent_down}"]),
+                norm=self._fused(f"{layer}.{names.latent_norm}.weight"),
+                up=self._weight([f"{layer}.{names.latent_up}"]),
+            )
         return MoeWeights(
             router=self._fused(f"{layer}.{names.router}.weight", dtype=router_dtype),
             selection_bias=bias,
-            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
-            down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
+            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, rows),
+            down=self._weight(down).view(moe.experts, rows, moe.width),
             shared_gate=self._weight([f"{layer}.{names.shared_gate}"])
             if moe.has_shared_gate
             else None,
+            latent=latent,
         )
 
     def _attention(self, attention: str) -> dict[str, Any]:

@@ -4,11 +4,15 @@
     chosen = the K largest of scores (+ bias), perhaps within the best groups only
     y      = sum over chosen e:  weight_e * W2_e (silu(W1_e x) * W3_e x)
 
+Latent experts are narrower than the model: they run on z = W_down x, and their sum, normed, goes
+through W_up; the router reads x.
+
 Token-expert pairs are sorted by expert, so that each expert's rows are one piece of a grouped
 product; the results are brought back and summed in the order of choice, which keeps the sum
 independent of the other tokens of a wave, on every device.  Nothing here waits for the device.
 
-Legend: T tokens, C hidden, E experts, K chosen per token, I hidden width of an expert, X = T * K.
+Legend: T tokens, C hidden, Z input of an expert (C unless latent), E experts, K chosen per token,
+I hidden width of an expert, X = T * K.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from wavepp_worker.model.mlp import gated
 from wavepp_worker.model.moe_spec import MoeSpec
 
 
@@ -29,9 +34,19 @@ class MoeWeights:
 
     router: Tensor  # [E, C]; its type is the one in which logits are computed
     selection_bias: Tensor | None  # f32 [E]
-    gate_up: Tensor  # [E, 2 * I, C]: W1, then W3
-    down: Tensor  # [E, C, I]: W2
+    gate_up: Tensor  # [E, 2 * I, Z]: W1, then W3
+    down: Tensor  # [E, Z, I]: W2
     shared_gate: Tensor | None = None  # [1, C]
+    latent: LatentWeights | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """What leads into narrower experts and out of them."""
+
+    down: Tensor  # [Z, C]
+    norm: Tensor  # [Z]
+    up: Tensor  # [C, Z]
 
 
 def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:
@@ -46,13 +61,19 @@ def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:
         right=True,
         out_int32=True,
     )
-    rows_XC = x_TC[order_X // spec.chosen]
-    gate, up = grouped_linear(rows_XC, weights.gate_up, stops_E).chunk(2, dim=-1)
-    sorted_XC = grouped_linear(F.silu(gate) * up, weights.down, stops_E)
-    pairs_XC = torch.empty_like(sorted_XC)
-    pairs_XC[order_X] = sorted_XC
-    pairs_TKC = pairs_XC.view(len(x_TC), spec.chosen, x_TC.shape[1])
-    return (pairs_TKC * weights_TK[..., None].to(x_TC.dtype)).sum(dim=1)
+    latent = weights.latent
+    z_TZ = x_TC if latent is None else F.linear(x_TC, latent.down)
+    rows_XZ = z_TZ[order_X // spec.chosen]
+    gate, up = grouped_linear(rows_XZ, weights.gate_up, stops_E).chunk(2, dim=-1)
+    sorted_XZ = grouped_linear(gated(gate, up, spec.situ), weights.down, stops_E)
+    pairs_XZ = torch.empty_like(sorted_XZ)
+    pairs_XZ[order_X] = sorted_XZ
+    pairs_TKZ = pairs_XZ.view(len(x_TC), spec.chosen, z_TZ.shape[1])
+    sum_TZ = (pairs_TKZ * weights_TK[..., None].to(x_TC.dtype)).sum(dim=1)
+    if latent is None:
+        return sum_TZ
+    normed_TZ = F.rms_norm(sum_TZ, latent.norm.shape, latent.norm, spec.latent_eps)
+    return F.linear(normed_TZ, latent.up)
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, spec: MoeSpec) -> tuple[Tensor, Tensor]:
