@@ -1,0 +1,48 @@
+"""Attention residuals: what replaces the one stream to which every layer adds.
+
+    x = sum over v of softmax_v(w . v / rms(v)) v,   v in [blocks ..., prefix]
+
+Every so many layers the prefix, the sum of what the layers since have added, is put on a list of
+block starts and begins anew.  A layer reads a mix of all of them, per token, with weights of its
+own; before layer i of blocks of B layers 1 + ceil(i / B) vectors per token exist, and all cross
+the boundary of a stage there.
+
+    layer           0    1    2    3    4    5          B = 2
+    blocks before   -    e    e    e,p  e,p  e,p,p      e: the embedding
+
+Legend: T tokens, C hidden.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mix(prefix_TC: Tensor, blocks_TC: Sequence[Tensor], query_C: Tensor, eps: float) -> Tensor:
+    """Return the layer's input [T, C], in the type of `prefix_TC`; computed in fp32.
+
+    Args:
+        blocks_TC: block starts in order; without any the prefix itself is returned.
+        query_C: fp32; the norm's weight times the projection's.
+        eps: of the norm.
+    """
+    if not blocks_TC:
+        return prefix_TC
+    # Vector by vector: nothing depends on where the list was cut off and sent on.
+    wide = torch.promote_types(prefix_TC.dtype, torch.float32)
+    vectors = [part.to(wide) for part in (*blocks_TC, prefix_TC)]
+    scores_NT = torch.stack(
+        [
+            (part * query_C).sum(dim=-1) * (part.square().mean(dim=-1) + eps).rsqrt()
+            for part in vectors
+        ]
+    )
+    shares_NT1 = scores_NT.softmax(dim=0)[..., None]
+    mixed_TC = shares_NT1[0] * vectors[0]
+    for share_T1, part in zip(shares_NT1[1:], vectors[1:], strict=True):
+        mixed_TC = mixed_TC.addcmul(share_T1, part)
+    return mixed_TC.to(prefix_TC.dtype)
