@@ -167,11 +167,13 @@ class _StageBuilder:
             first, order = "q_a_proj", list(range(mla.q_rank))
             q_norm = self._fused(f"{attention}.q_a_layernorm.weight")
             q_up = self._weight([f"{attention}.q_b_proj"])[q_order]
-        rows = self._weight([f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"])
+        inputs = [first, "kv_a_proj_with_mqa", *(["g_proj"] if mla.has_gate else [])]
+        rows = self._weight([f"{attention}.{name}" for name in inputs])
+        gates = range(len(order) + len(row_order), len(rows))
         kv_norm = self._fused(f"{attention}.kv_a_layernorm.weight")
         kv_up = self._weight([f"{attention}.kv_b_proj"]).view(heads, -1, mla.kv_rank)
         return {
-            "qkv": rows[[*order, *(len(order) + row for row in row_order)]],
+            "qkv": rows[[*order, *(len(order) + row for row in row_order), *gates]],
             "qkv_bias": None,
             "qk_norm": None,
             "out": self._weight([f"{attention}.o_proj"]),
