@@ -31,7 +31,7 @@ A_LOG_ENTRIES = 128  # heads are padded to a multiple of it
 
 
 def k3_config(**changes: Any) -> dict[str, Any]:
-    """Return the config.json of a tiny model: six layers in three blocks, the first one dense.
+    """Return the config.json of a tiny model: five layers in three blocks, the first one dense.
 
     Args:
         changes: keys of `text_config` to replace.
@@ -41,7 +41,7 @@ def k3_config(**changes: Any) -> dict[str, Any]:
         "vocab_size": 262,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 5,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "hidden_act": "situ",
@@ -64,7 +64,7 @@ def k3_config(**changes: Any) -> dict[str, Any]:
             "head_dim": 16,
             "short_conv_kernel_size": 4,
             "kda_layers": [1, 2, 4],
-            "full_attn_layers": [3, 5, 6],
+            "full_attn_layers": [3, 5],
             "use_full_rank_gate": True,
             "gate_lower_bound": -5.0,
         },

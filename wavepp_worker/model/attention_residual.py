@@ -17,9 +17,49 @@ Legend: T tokens, C hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualWeights:
+    """With what one layer mixes: each fp32 [C], the norm's weight times the projection's."""
+
+    attention: Tensor
+    ffn: Tensor
+
+
+class Stream:
+    """What the layers of a stage read and add to.
+
+    Without blocks it is the ordinary stream: read as it is, and added to.
+    """
+
+    def __init__(self, prefix_TC: Tensor, blocks_TC: Sequence[Tensor], eps: float) -> None:
+        self.prefix_TC = prefix_TC
+        self.blocks_TC = list(blocks_TC)
+        self._eps = eps
+
+    def read(self, query_C: Tensor | None) -> Tensor:
+        """Return what a layer reads, [T, C]; `query_C` is None without attention residuals."""
+        if query_C is None:
+            return self.prefix_TC
+        return mix(self.prefix_TC, self.blocks_TC, query_C, self._eps)
+
+    def add(self, x_TC: Tensor, *, begins_block: bool = False) -> None:
+        """Add a layer's output, or set the prefix aside and begin the next with it."""
+        if begins_block:
+            self.blocks_TC.append(self.prefix_TC)
+            self.prefix_TC = x_TC
+        else:
+            self.prefix_TC = self.prefix_TC + x_TC
+
+    def keep(self, rows_L: Tensor) -> None:
+        """Drop all tokens but those of `rows_L`."""
+        self.prefix_TC = self.prefix_TC[rows_L]
+        self.blocks_TC = [block[rows_L] for block in self.blocks_TC]
 
 
 def mix(prefix_TC: Tensor, blocks_TC: Sequence[Tensor], query_C: Tensor, eps: float) -> Tensor:

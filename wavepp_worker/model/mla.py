@@ -63,7 +63,7 @@ def latent_attention(
     heads, value_dim, _ = weights.value_up.shape
     gates = heads * value_dim * spec.has_gate
     queries = rows_TX.shape[1] - spec.row_dim - gates
-    q_TX, rows_TD, gate_TX = rows_TX.split([queries, spec.row_dim, gates], dim=-1)
+    q_TX, rows_TD, gate_TX = torch.split(rows_TX, [queries, spec.row_dim, gates], dim=-1)
     c_TR = F.rms_norm(rows_TD[:, : spec.kv_rank], (spec.kv_rank,), weights.kv_norm, LATENT_EPS)
     k_T1P = rotate(rows_TD[:, None, spec.kv_rank :], rotation_T1D)
     rows_T1D = torch.cat((c_TR[:, None], k_T1P), dim=-1)
