@@ -1,7 +1,7 @@
 """Kimi K3 written from its equations in fp64: the oracle of a family that transformers lacks.
 
 Nothing is shared with the code under test: names and shapes of tensors are stated again, states go
-forward token by token, attention expands every key and value, experts run one token at a time.
+forward token by token, attention expands every key and value, every expert runs on every token.
 
     x = mix(prefix, blocks) ;  at a block's start: blocks += [prefix], prefix = 0
     prefix += Attention(Norm(x)) ;  prefix += FFN(Norm(mix(prefix, blocks)))
@@ -224,16 +224,11 @@ class _Run:
 
     def _mix(self, prefix: Tensor, blocks: Sequence[Tensor], name: str) -> Tensor:
         """Return per token the softmax-weighted sum of the blocks and the prefix."""
+        vectors = torch.stack([*blocks, prefix])
+        rms = (vectors.square().mean(-1) + self._text["rms_norm_eps"]).sqrt()
         weight = self._get(f"{name}_norm") * self._get(f"{name}_proj")[0]
-        eps, rows = self._text["rms_norm_eps"], []
-        for token in range(len(prefix)):
-            vectors = [*(block[token] for block in blocks), prefix[token]]
-            scores = torch.stack(
-                [weight @ vector / (vector.square().mean() + eps).sqrt() for vector in vectors]
-            )
-            shares = scores.exp() / scores.exp().sum()
-            rows.append(sum(share * vector for share, vector in zip(shares, vectors, strict=True)))
-        return torch.stack(rows)
+        shares = (vectors @ weight / rms).softmax(dim=0)
+        return torch.einsum("nt,ntc->tc", shares, vectors)
 
     def _kda(self, layer: int, name: str, x: Tensor) -> Tensor:
         linear = self._text["linear_attn_config"]
@@ -287,28 +282,27 @@ class _Run:
         return (out * gate) @ self._get(f"{name}.o_proj").T
 
     def _experts(self, name: str, x: Tensor) -> Tensor:
-        text, rows = self._text, []
-        for token in x:
-            scores = (self._get(f"{name}.gate") @ token).sigmoid()
-            ranked = scores + self._get(f"{name}.gate.e_score_correction_bias", "")
-            order = ranked.argsort(descending=True).tolist()
-            chosen = order[: text["num_experts_per_token"]]
-            gap = ranked[chosen[-1]] - ranked[order[len(chosen)]]
-            self.margin = min(self.margin, float(gap))
-            low = self._get(f"{name}.routed_expert_down_proj") @ token
-            mixed = sum(
-                scores[expert]
-                / scores[chosen].sum()
-                * self._expert(f"{name}.experts.{expert}", low)
-                for expert in chosen
-            )
-            normed = self._norm(text["routed_scaling_factor"] * mixed, f"{name}.routed_expert_norm")
-            rows.append(self._get(f"{name}.routed_expert_up_proj") @ normed)
-        return torch.stack(rows) + self._mlp(f"{name}.shared_experts", x)
+        """Run every expert on every token; those that were not chosen weigh nothing."""
+        text = self._text
+        scores = (x @ self._get(f"{name}.gate").T).sigmoid()
+        ranked = scores + self._get(f"{name}.gate.e_score_correction_bias", "")
+        falling = ranked.sort(dim=-1, descending=True).values
+        last, first_out = falling[:, text["num_experts_per_token"] - 1 :][:, :2].unbind(1)
+        self.margin = min(self.margin, float((last - first_out).min()))
+        weights = torch.where(ranked >= last[:, None], scores, 0.0)
+        weights = weights / weights.sum(-1, keepdim=True) * text["routed_scaling_factor"]
+        low = x @ self._get(f"{name}.routed_expert_down_proj").T
+        mixed = sum(
+            weights[:, expert, None] * self._expert(f"{name}.experts.{expert}", low)
+            for expert in range(text["num_experts"])
+        )
+        normed = self._norm(mixed, f"{name}.routed_expert_norm")
+        routed = normed @ self._get(f"{name}.routed_expert_up_proj").T
+        return routed + self._mlp(f"{name}.shared_experts", x)
 
     def _expert(self, name: str, x: Tensor) -> Tensor:
-        gate, up = self._get(f"{name}.w1") @ x, self._get(f"{name}.w3") @ x
-        return self._get(f"{name}.w2") @ self._situ(gate, up)
+        gate, up = x @ self._get(f"{name}.w1").T, x @ self._get(f"{name}.w3").T
+        return self._situ(gate, up) @ self._get(f"{name}.w2").T
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
         gate, up = x @ self._get(f"{name}.gate_proj").T, x @ self._get(f"{name}.up_proj").T
