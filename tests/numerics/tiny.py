@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.numerics.k3_reference import k3_config, k3_tensors
 from wavepp_worker.model.spec import FAMILIES, is_offset_norm, read_spec, tensor_shapes
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -109,17 +110,24 @@ def make_tiny_model(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tree = tiny_config(family, dtype=dtype) | dict(config or {})
+    tree = tiny_config(family, dtype=dtype)
+    described = tree.get("text_config", tree)
+    described |= dict(config or {})
     (folder / "config.json").write_text(json.dumps(tree, indent=2))
     generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    _write_weights(folder, seed, shards)
-    _write_tokenizer(folder, tree["max_position_embeddings"])
+    if family == "kimi_k3":
+        _save(folder, k3_tensors(tree, seed), read_spec(folder).dtype, shards)
+    else:
+        _write_weights(folder, seed, shards)
+    _write_tokenizer(folder, described["max_position_embeddings"])
     return folder
 
 
 def tiny_config(family: str, *, dtype: str = "float32") -> dict[str, Any]:
     """Return the config.json of a tiny model: 5 layers, 4 query and 2 KV heads of width 16."""
+    if family == "kimi_k3":
+        return k3_config(dtype=dtype)
     architecture = next(name for name, value in FAMILIES.items() if value == family)
     tree = {
         "architectures": [architecture],
@@ -160,7 +168,12 @@ def _write_weights(folder: Path, seed: int, shards: int) -> None:
             values = noise - 3.0  # from slow decays, which keep the whole prompt, to quick ones
         else:
             values = noise * scale * shape[-1] ** -0.5
-        tensors[name] = values.to(getattr(torch, spec.dtype))
+        tensors[name] = values
+    _save(folder, tensors, spec.dtype, shards)
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor], dtype: str, shards: int) -> None:
+    tensors = {name: values.to(getattr(torch, dtype)) for name, values in tensors.items()}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return

@@ -143,14 +143,16 @@ def _measure_point(
     chunk = WaveChunk(
         rid=1, start=context, length=tokens, tables=(*tables, *[()] * len(held)), states=held
     )
-    shape, dtype = model.input_spec(tokens)["hidden"]
-    hidden = torch.randn(shape, dtype=torch.float32).to(dtype=dtype, device=model.device)
+    inputs = {
+        name: torch.randn(shape, dtype=torch.float32).to(dtype=dtype, device=model.device)
+        for name, (shape, dtype) in model.input_spec(tokens).items()
+    }
 
     def run() -> float:
         _synchronize(model.device)
         began = time.perf_counter()
         batch = build_batch((chunk,), options.block_tokens, model.device)
-        model.forward(batch, {"hidden": hidden}, store, states)
+        model.forward(batch, inputs, store, states)
         _synchronize(model.device)
         return time.perf_counter() - began
 

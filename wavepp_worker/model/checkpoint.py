@@ -8,7 +8,7 @@ shorter than its header says.  No torch here, because the serving process checks
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ class TensorEntry(Struct, frozen=True):
     """One tensor: bytes [start, stop) of `shard`."""
 
     shard: Path
+    name: str  # within the shard
     dtype: str  # safetensors name, e.g. "BF16"
     shape: tuple[int, ...]
     start: int
@@ -51,8 +52,20 @@ def read_index(folder: Path) -> dict[str, TensorEntry]:
     return index
 
 
-def check_tensors(index: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def strip_prefix(index: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
+    """Return the tensors under names without `prefix`; names that lack it stay."""
+    return {name.removeprefix(prefix): entry for name, entry in index.items()}
+
+
+def check_tensors(
+    index: Mapping[str, TensorEntry],
+    shapes: Mapping[str, tuple[int, ...]],
+    may_be_longer: Callable[[str], bool] = lambda name: False,
+) -> None:
     """Refuse a checkpoint that lacks a tensor of `shapes`, or has it in another shape or type.
+
+    Args:
+        may_be_longer: of a name: whether rows beyond the wanted ones are padding.
 
     Raises:
         ConfigError: names the first offending tensors.
@@ -65,7 +78,8 @@ def check_tensors(index: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[i
         )
     for name, shape in shapes.items():
         entry = index[name]
-        if entry.shape != shape:
+        is_longer = may_be_longer(name) and entry.shape[:1] > shape[:1]
+        if (shape[:1] + entry.shape[1:] if is_longer else entry.shape) != shape:
             raise ConfigError(
                 f"{entry.shard}: {name} has shape {list(entry.shape)}, "
                 f"config.json asks for {list(shape)}"
@@ -147,6 +161,7 @@ def _read_shard(path: Path) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(
             shard=path,
+            name=name,
             dtype=header.dtype,
             shape=header.shape,
             start=data + header.data_offsets[0],

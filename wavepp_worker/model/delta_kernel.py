@@ -1,6 +1,7 @@
 """Which code computes the gated delta rule: plain torch, or fla-core's Triton kernels.
 
     fp32, or no CUDA device, or fla-core not installed    `delta_rule`
+    a decay per channel (KDA)                             `delta_rule`
     16 bits on a CUDA device                              `chunk_gated_delta_rule`, states in fp32
 
 fla-core is an extra (`pip install 'wavepp-worker[fla]'`), and imported when it is used first: its
@@ -30,20 +31,21 @@ logger = logging.getLogger(__name__)
 
 
 def run_delta_rule(  # noqa: PLR0917 - the rule has six operands
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH1: Tensor, beta_TH: Tensor, state_HKV: Tensor
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_THG: Tensor, beta_TH: Tensor, state_HKV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run a sequence's tokens; arguments and results as of `delta_rule`, one decay per head.
+    """Run a sequence's tokens; arguments and results as of `delta_rule`.
 
     The outputs have the type of `v_THV` where a kernel computes them.
     """
-    kernel = chunk_kernel() if q_THK.is_cuda and q_THK.dtype != torch.float32 else None
+    fits = q_THK.is_cuda and q_THK.dtype != torch.float32 and g_THG.shape[-1] == 1
+    kernel = chunk_kernel() if fits else None
     if kernel is None:
-        return delta_rule(q_THK, k_THK, v_THV, g_TH1, beta_TH, state_HKV)
+        return delta_rule(q_THK, k_THK, v_THV, g_THG, beta_TH, state_HKV)
     out, states = kernel(
         q_THK[None],
         k_THK[None],
         v_THV[None],
-        g_TH1[None, ..., 0],
+        g_THG[None, ..., 0],
         beta_TH[None],
         scale=q_THK.shape[-1] ** -0.5,
         initial_state=state_HKV[None],

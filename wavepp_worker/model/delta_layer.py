@@ -1,12 +1,14 @@
-"""One gated delta layer (GDN) of a wave: projections, convolution, delta rule, gated norm.
+"""One gated delta layer of a wave: projections, convolution, delta rule, gated norm.
 
     q, k, v, z, b, a = W x ;  q, k, v through the convolution ;  beta = sigmoid(b) ;  g from a
-    y = RMSNorm_head(o) * silu(z)
+    GDN    g one per head                              y = RMSNorm_head(o) * silu(z)
+    KDA    g one per key channel, a through a low rank  y = RMSNorm_head(o) * sigmoid(z)
 
 Each request starts from its working state and leaves there the one after its chunk; where the chunk
 ends at a snapshot point, the same state is written to the snapshot's slot as well.
 
-Legend: T tokens, C hidden or channels, H value heads, K key dim, V value dim.
+Legend: T tokens, C hidden or channels, H value heads, K key dim, V value dim,
+G decays of a head: 1 or K.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from wavepp_worker.model.delta_kernel import run_delta_rule
-from wavepp_worker.model.delta_rule import short_convolution, softplus_decay
+from wavepp_worker.model.delta_rule import bounded_decay, short_convolution, softplus_decay
 from wavepp_worker.model.delta_spec import DeltaSpec
 from wavepp_worker.model.metadata import StateSpan
 from wavepp_worker.model.state_store import StateStore
@@ -32,8 +34,9 @@ class DeltaWeights:
 
     convolution: Tensor  # [C, kernel]
     a_log: Tensor  # f32 [H]
-    decay_bias: Tensor  # f32 [H]
-    norm: Tensor  # [V]
+    decay_bias: Tensor  # f32 [H, G]
+    norm: Tensor  # [V]; KDA: f32
+    decay_up: Tensor | None = None  # KDA: [H * K, rank]
 
 
 def delta_layer(
@@ -53,11 +56,12 @@ def delta_layer(
         layer: index among this stage's delta layers.
     """
     heads, dim = spec.value_heads, spec.value_dim
-    mixed_TC, z_TX, beta_TH, raw_TH = torch.split(
-        rows_TX, [spec.channels, heads * dim, heads, heads], dim=-1
+    mixed_TC, z_TX, beta_TH, raw_TX = torch.split(
+        rows_TX, [spec.channels, heads * dim, heads, spec.decay_rank or heads], dim=-1
     )
-    beta_TH = beta_TH.sigmoid()
-    g_TH1 = softplus_decay(raw_TH[..., None], weights.a_log, weights.decay_bias[:, None])
+    is_kda = weights.decay_up is not None
+    beta_TH = (beta_TH.float() if is_kda else beta_TH).sigmoid()
+    g_THG = _decay(raw_TX, weights, spec)
     out_THV = torch.empty((len(rows_TX), heads, dim), dtype=rows_TX.dtype, device=rows_TX.device)
     for span in spans:
         rows = span.rows
@@ -66,14 +70,26 @@ def delta_layer(
         )
         q, k, v = _heads(mixed, spec)
         out, state = run_delta_rule(
-            q, k, v, g_TH1[rows], beta_TH[rows], store.states_NHKV[layer][span.working]
+            q, k, v, g_THG[rows], beta_TH[rows], store.states_NHKV[layer][span.working]
         )
         out_THV[rows] = out.to(out_THV.dtype)
         store.write(layer, span.working, state, tail)
         if span.snapshot >= 0:
             store.write(layer, span.snapshot, state, tail)
-    normed = F.rms_norm(out_THV.float(), (dim,), None, norm_eps).to(out_THV.dtype) * weights.norm
-    return (normed.flatten(1) * F.silu(z_TX.float())).to(rows_TX.dtype)
+    normed = F.rms_norm(out_THV.float(), (dim,), None, norm_eps)
+    normed = normed.to(weights.norm.dtype) * weights.norm
+    gate = z_TX.float().sigmoid() if is_kda else F.silu(z_TX.float())
+    return (normed.flatten(1) * gate).to(rows_TX.dtype)
+
+
+def _decay(raw_TX: Tensor, weights: DeltaWeights, spec: DeltaSpec) -> Tensor:
+    """Return g in log space, f32 [T, H, G]."""
+    if weights.decay_up is not None:
+        raw_TX = F.linear(raw_TX, weights.decay_up)
+    raw_THG = raw_TX.view(len(raw_TX), spec.value_heads, -1)
+    if spec.decay_bound is None:
+        return softplus_decay(raw_THG, weights.a_log, weights.decay_bias)
+    return bounded_decay(raw_THG, weights.a_log, weights.decay_bias, spec.decay_bound)
 
 
 def _heads(mixed_TC: Tensor, spec: DeltaSpec) -> tuple[Tensor, Tensor, Tensor]:

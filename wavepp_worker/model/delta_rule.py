@@ -77,6 +77,11 @@ def softplus_decay(raw_THG: Tensor, a_log_H: Tensor, bias_HG: Tensor) -> Tensor:
     return -a_log_H.float().exp()[:, None] * F.softplus(raw_THG.float() + bias_HG.float())
 
 
+def bounded_decay(raw_THG: Tensor, a_log_H: Tensor, bias_HG: Tensor, bound: float) -> Tensor:
+    """Return g of Kimi K3, fp32: bound sigmoid(exp(A) (raw + bias))."""
+    return bound * (a_log_H.float().exp()[:, None] * (raw_THG.float() + bias_HG.float())).sigmoid()
+
+
 def short_convolution(x_TC: Tensor, weight_CW: Tensor, tail_RC: Tensor) -> tuple[Tensor, Tensor]:
     """Return SiLU of the causal depthwise convolution, and the tail for the tokens that follow.
 

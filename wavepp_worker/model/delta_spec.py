@@ -18,6 +18,8 @@ class DeltaSpec(Struct, frozen=True, kw_only=True):
         key_heads: each serves value_heads / key_heads neighbouring value heads.
         kernel: width of the convolution over queries, keys and values.
         is_grouped: the checkpoint's input projections lie key head by key head.
+        decay_rank: width through which a decay per key channel comes (KDA); 0: one per head (GDN).
+        decay_bound: a decay in log space is above it; None: not bounded.
     """
 
     layers: tuple[int, ...]
@@ -27,6 +29,8 @@ class DeltaSpec(Struct, frozen=True, kw_only=True):
     value_dim: int
     kernel: int
     is_grouped: bool = False
+    decay_rank: int = 0
+    decay_bound: float | None = None
 
     @property
     def channels(self) -> int:

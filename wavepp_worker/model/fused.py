@@ -115,15 +115,24 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @fused
+def bounded_swiglu(gate_up: Tensor, gate_max: float, up_max: float) -> Tensor:
+    """Return G tanh(a / G) sigmoid(a) U tanh(b / U), computed in fp32; SiTU."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    bounded = gate_max * torch.tanh(gate / gate_max) * gate.sigmoid()
+    return (bounded * up_max * torch.tanh(up / up_max)).to(gate_up.dtype)
+
+
+@fused
 def combine(sorted_XC: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return each token's weighted sum of its experts' rows, f32 sums in the order of choice.
 
     Args:
         places_TK: int64, the row of each pair of token and expert.
     """
-    out_TC = sorted_XC[places_TK[:, 0]].float() * weights_TK[:, 0, None]
+    wide = torch.promote_types(sorted_XC.dtype, torch.float32)
+    out_TC = sorted_XC[places_TK[:, 0]].to(wide) * weights_TK[:, 0, None]
     for choice in range(1, places_TK.shape[1]):  # unrolled, so that it is one kernel
-        out_TC = out_TC + sorted_XC[places_TK[:, choice]].float() * weights_TK[:, choice, None]
+        out_TC = out_TC + sorted_XC[places_TK[:, choice]].to(wide) * weights_TK[:, choice, None]
     return out_TC.to(sorted_XC.dtype)
 
 

@@ -16,14 +16,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from wavepp_worker.base.errors import InvariantError, check
-from wavepp_worker.model.checkpoint import check_tensors, read_index
+from wavepp_worker.model.attention_residual import ResidualWeights
+from wavepp_worker.model.checkpoint import TensorEntry
 from wavepp_worker.model.delta_layer import DeltaWeights
+from wavepp_worker.model.delta_spec import DeltaSpec
 from wavepp_worker.model.mla import MlaWeights
 from wavepp_worker.model.mla_spec import MlaSpec, half_order
-from wavepp_worker.model.moe import MoeWeights
+from wavepp_worker.model.moe import LatentWeights, MoeWeights
 from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
-from wavepp_worker.model.spec import ModelSpec, is_offset_norm, model_folder, tensor_shapes
+from wavepp_worker.model.spec import ModelSpec, is_offset_norm, read_tensors, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 from wavepp_worker.model.warm_up import warm_up
 
@@ -65,9 +67,8 @@ def load_stage(
     if load_format == "dummy":
         source = DummySource(seed, {name for name in shapes if is_offset_norm(spec, name)})
     else:
-        index = read_index(model_folder(folder))
-        check_tensors(index, shapes)
-        source = SafetensorsSource({name: index[name].shard for name in shapes})
+        index = read_tensors(folder, spec, first, stop)
+        source = SafetensorsSource({name: index[name] for name in shapes})
     builder = _StageBuilder(spec, shapes, source, torch.device(device), progress)
     model = StageModel(spec, first, builder.build(first, stop))
     warm_up(model)
@@ -77,17 +78,18 @@ def load_stage(
 class SafetensorsSource:
     """Tensors mapped from shards; pages are read when a tensor is copied to the device."""
 
-    def __init__(self, shard_of: dict[str, Path]) -> None:
-        self._shard_of = shard_of
+    def __init__(self, entries: dict[str, TensorEntry]) -> None:
+        self._entries = entries
         self._open: dict[Path, Any] = {}
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor; `shape` was checked against the header before."""
-        shard = self._shard_of[name]
+        """Return the tensor without padding rows; `shape` was checked against the header before."""
+        entry = self._entries[name]
+        shard = entry.shard
         if shard not in self._open:
             self._open[shard] = safe_open(str(shard), framework="pt", device="cpu")
-        tensor: Tensor = self._open[shard].get_tensor(name)
-        return tensor
+        tensor: Tensor = self._open[shard].get_tensor(entry.name)
+        return tensor[: shape[0]]
 
 
 class DummySource:
@@ -128,15 +130,21 @@ class _StageBuilder:
 
     def build(self, first: int, stop: int) -> StageWeights:
         spec = self._spec
-        embedding = norm = head = None
+        embedding = norm = head = output_query = None
         if "model.embed_tokens.weight" in self._shapes:
             embedding = self._fused("model.embed_tokens.weight")
         layers = tuple(self._layer(index) for index in range(first, stop))
         if stop == spec.layers:
             norm = self._norm("model.norm.weight")
             head = embedding if spec.is_tied else self._fused("lm_head.weight")
+            if spec.residual_layers:
+                output_query = self._query("model.output_attn_res")
         return StageWeights(
-            embedding=embedding if first == 0 else None, layers=layers, norm=norm, head=head
+            embedding=embedding if first == 0 else None,
+            layers=layers,
+            norm=norm,
+            head=head,
+            output_query=output_query,
         )
 
     def _layer(self, index: int) -> LayerWeights:
@@ -148,11 +156,18 @@ class _StageBuilder:
             mixer = self._latent(attention, spec.mla)
         else:
             mixer = self._attention(attention)
+        residual = None
+        if spec.residual_layers:
+            residual = ResidualWeights(
+                attention=self._query(f"{block}.self_attention_res"),
+                ffn=self._query(f"{block}.mlp_res"),
+            )
         return LayerWeights(
             attention_norm=self._norm(f"{block}.input_layernorm.weight"),
             **mixer,
             ffn_norm=self._norm(f"{block}.post_attention_layernorm.weight"),
             **self._feed_forward(block, index),
+            residual=residual,
         )
 
     def _latent(self, attention: str, mla: MlaSpec) -> dict[str, Any]:
@@ -166,11 +181,13 @@ class _StageBuilder:
             first, order = "q_a_proj", list(range(mla.q_rank))
             q_norm = self._fused(f"{attention}.q_a_layernorm.weight")
             q_up = self._weight([f"{attention}.q_b_proj"])[q_order]
-        rows = self._weight([f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"])
+        inputs = [first, "kv_a_proj_with_mqa", *(["g_proj"] if mla.has_gate else [])]
+        rows = self._weight([f"{attention}.{name}" for name in inputs])
+        gates = range(len(order) + len(row_order), len(rows))
         kv_norm = self._fused(f"{attention}.kv_a_layernorm.weight")
         kv_up = self._weight([f"{attention}.kv_b_proj"]).view(heads, -1, mla.kv_rank)
         return {
-            "qkv": rows[[*order, *(len(order) + row for row in row_order)]],
+            "qkv": rows[[*order, *(len(order) + row for row in row_order), *gates]],
             "qkv_bias": None,
             "qk_norm": None,
             "out": self._weight([f"{attention}.o_proj"]),
@@ -213,14 +230,22 @@ class _StageBuilder:
             bias = self._fused(f"{layer}.{names.selection_bias}", dtype=torch.float32)
         # Sigmoid scores crowd near one, where 16 bits do not tell experts apart.
         router_dtype = torch.float32 if moe.scores == "sigmoid" else self._dtype
+        rows, latent = moe.latent or spec.hidden, None
+        if moe.latent:
+            latent = LatentWeights(
+                down=self._weight([f"{layer}.{names.latent_down}"]),
+                norm=self._fused(f"{layer}.{names.latent_norm}.weight"),
+                up=self._weight([f"{layer}.{names.latent_up}"]),
+            )
         return MoeWeights(
             router=self._fused(f"{layer}.{names.router}.weight", dtype=router_dtype),
             selection_bias=bias,
-            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, spec.hidden),
-            down=self._weight(down).view(moe.experts, spec.hidden, moe.width),
+            gate_up=self._weight(gate_up).view(moe.experts, 2 * moe.width, rows),
+            down=self._weight(down).view(moe.experts, rows, moe.width),
             shared_gate=self._weight([f"{layer}.{names.shared_gate}"])
             if moe.has_shared_gate
             else None,
+            latent=latent,
         )
 
     def _attention(self, attention: str) -> dict[str, Any]:
@@ -249,6 +274,8 @@ class _StageBuilder:
         spec, layer = self._spec.delta, f"{block}.linear_attn"
         if spec is None:
             raise InvariantError("a model with delta layers describes them")
+        if spec.decay_rank:
+            return self._channel_delta(f"{block}.self_attn", spec)
         inputs = self._weight([f"{layer}.{name}" for name in delta_inputs(spec)])
         return {
             "qkv": inputs[delta_input_order(spec)],
@@ -259,10 +286,35 @@ class _StageBuilder:
             "delta": DeltaWeights(
                 convolution=self._weight([f"{layer}.conv1d"])[:, 0],
                 a_log=self._fused(f"{layer}.A_log", dtype=torch.float32),
-                decay_bias=self._fused(f"{layer}.dt_bias", dtype=torch.float32),
+                decay_bias=self._fused(f"{layer}.dt_bias", dtype=torch.float32)[:, None],
                 norm=self._norm(f"{layer}.norm.weight"),
             ),
         }
+
+    def _channel_delta(self, layer: str, delta: DeltaSpec) -> dict[str, Any]:
+        """Return a delta layer with a decay per channel; what it computes in f32 stays f32."""
+        inputs = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "f_a_proj")
+        filters = [f"{layer}.{part}_conv1d.weight" for part in "qkv"]
+        bias = self._fused(f"{layer}.dt_bias", dtype=torch.float32)
+        return {
+            "qkv": self._weight([f"{layer}.{name}" for name in inputs]),
+            "qkv_bias": None,
+            "qk_norm": None,
+            "out": self._weight([f"{layer}.o_proj"]),
+            "out_bias": None,
+            "delta": DeltaWeights(
+                convolution=self._fused(*filters, dtype=torch.float32)[:, 0],
+                a_log=self._fused(f"{layer}.A_log", dtype=torch.float32),
+                decay_bias=bias.view(delta.value_heads, -1),
+                norm=self._fused(f"{layer}.o_norm.weight", dtype=torch.float32),
+                decay_up=self._weight([f"{layer}.f_b_proj"]),
+            ),
+        }
+
+    def _query(self, name: str) -> Tensor:
+        """Return the weights of a mix, f32 [C]."""
+        norm = self._fused(f"{name}_norm.weight", dtype=torch.float32)
+        return norm * self._fused(f"{name}_proj.weight", dtype=torch.float32)[0]
 
     def _norm(self, name: str) -> Tensor:
         """Return a norm's weight; f32 if it is stored as the distance from one."""

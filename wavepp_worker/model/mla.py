@@ -58,10 +58,13 @@ def latent_attention(
     """Return the attention output [T, H * V], of the final layer [L, H * V].
 
     Args:
-        rows_TX: the first projection: (compressed) queries, latents, shared keys.
+        rows_TX: the first projection: (compressed) queries, latents, shared keys, gates if any.
         layer: index within this stage.
     """
-    q_TX, rows_TD = rows_TX[:, : -spec.row_dim], rows_TX[:, -spec.row_dim :]
+    heads, value_dim, _ = weights.value_up.shape
+    gates = heads * value_dim * spec.has_gate
+    queries = rows_TX.shape[1] - spec.row_dim - gates
+    q_TX, rows_TD, gate_TX = torch.split(rows_TX, [queries, spec.row_dim, gates], dim=-1)
     c_TR = norm(rows_TD[:, : spec.kv_rank], weights.kv_norm, LATENT_EPS)
     k_T1P = turn(rows_TD[:, None, spec.kv_rank :], rotation_T1D)
     rows_T1D = torch.cat((c_TR[:, None], k_T1P), dim=-1)
@@ -69,10 +72,10 @@ def latent_attention(
     spans = batch.spans
     if is_final:
         spans, q_TX = batch.answer_spans, q_TX[batch.answer_rows_L]
+        gate_TX = gate_TX[batch.answer_rows_L]
         cos_T1D, sin_T1D = rotation_T1D
         rotation_T1D = cos_T1D[batch.answer_rows_L], sin_T1D[batch.answer_rows_L]
     q_THD = _queries(q_TX, weights, spec, rotation_T1D)
-    heads, value_dim, _ = weights.value_up.shape
     out_THV = q_THD.new_empty((len(q_THD), heads, value_dim))
     for span in spans:
         if fits(q_THD[span.rows], value_dim):
@@ -88,7 +91,8 @@ def latent_attention(
         q = q_THD[span.rows]
         attend = _absorbed if len(q) == 1 else _expanded
         out_THV[span.rows] = attend(q, rows_SD, weights, spec)
-    return out_THV.flatten(1)
+    attended = out_THV.flatten(1)
+    return attended * gate_TX.sigmoid() if spec.has_gate else attended
 
 
 def _queries(

@@ -17,6 +17,7 @@ class MlaSpec(Struct, frozen=True, kw_only=True):
         value_dim: width of a value.
         scale: of query times key.
         is_interleaved: checkpoints store the dimensions that turn together as neighbours.
+        has_gate: g_proj makes a gate from the layer's input; its sigmoid scales the output.
     """
 
     q_rank: int | None
@@ -26,6 +27,7 @@ class MlaSpec(Struct, frozen=True, kw_only=True):
     value_dim: int
     scale: float
     is_interleaved: bool
+    has_gate: bool = False
 
     @property
     def key_dim(self) -> int:
@@ -52,6 +54,8 @@ def mla_shapes(block: str, spec: MlaSpec, hidden: int, heads: int) -> dict[str, 
     shapes[f"{layer}.kv_a_proj_with_mqa.weight"] = (spec.row_dim, hidden)
     shapes[f"{layer}.kv_a_layernorm.weight"] = (spec.kv_rank,)
     shapes[f"{layer}.kv_b_proj.weight"] = (kv_rows, spec.kv_rank)
+    if spec.has_gate:
+        shapes[f"{layer}.g_proj.weight"] = (heads * spec.value_dim, hidden)
     shapes[f"{layer}.o_proj.weight"] = (hidden, heads * spec.value_dim)
     return shapes
 

@@ -4,11 +4,15 @@
     chosen = the K largest of scores (+ bias), perhaps within the best groups only
     y      = sum over chosen e:  weight_e * W2_e (silu(W1_e x) * W3_e x)
 
+Latent experts are narrower than the model: they run on z = W_down x, and their sum, normed, goes
+through W_up; the router reads x.
+
 Token-expert pairs are sorted by expert, so that each expert's rows are one piece of a grouped
 product; the results are brought back and summed in the order of choice, which keeps the sum
 independent of the other tokens of a wave, on every device.  Nothing here waits for the device.
 
-Legend: T tokens, C hidden, E experts, K chosen per token, I hidden width of an expert, X = T * K.
+Legend: T tokens, C hidden, Z input of an expert (C unless latent), E experts, K chosen per token,
+I hidden width of an expert, X = T * K.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
@@ -20,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from wavepp_worker.model.fused import combine, swiglu
+from wavepp_worker.model.fused import combine, norm
+from wavepp_worker.model.mlp import gated
 from wavepp_worker.model.moe_spec import MoeSpec
 
 
@@ -30,18 +35,32 @@ class MoeWeights:
 
     router: Tensor  # [E, C]; its type is the one in which logits are computed
     selection_bias: Tensor | None  # f32 [E]
-    gate_up: Tensor  # [E, 2 * I, C]: W1, then W3
-    down: Tensor  # [E, C, I]: W2
+    gate_up: Tensor  # [E, 2 * I, Z]: W1, then W3
+    down: Tensor  # [E, Z, I]: W2
     shared_gate: Tensor | None = None  # [1, C]
+    latent: LatentWeights | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """What leads into narrower experts and out of them."""
+
+    down: Tensor  # [Z, C]
+    norm: Tensor  # [Z]
+    up: Tensor  # [C, Z]
 
 
 def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:
     """Return the weighted sum of each token's experts, [T, C]."""
     order_X, stops_E, places_TK, weights_TK = _plan(x_TC, weights, spec)
-    rows_XC = x_TC[order_X // spec.chosen]
-    gate_up = grouped_linear(rows_XC, weights.gate_up, stops_E)
-    sorted_XC = grouped_linear(swiglu(gate_up), weights.down, stops_E)
-    return combine(sorted_XC, places_TK, weights_TK)
+    latent = weights.latent
+    z_TZ = x_TC if latent is None else F.linear(x_TC, latent.down)
+    gate_up = grouped_linear(z_TZ[order_X // spec.chosen], weights.gate_up, stops_E)
+    sorted_XZ = grouped_linear(gated(gate_up, spec.situ), weights.down, stops_E)
+    sum_TZ = combine(sorted_XZ, places_TK, weights_TK)
+    if latent is None:
+        return sum_TZ
+    return F.linear(norm(sum_TZ, latent.norm, spec.latent_eps), latent.up)
 
 
 def _plan(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.model.mlp_spec import SituSpec
 
 Count = Annotated[int, Meta(ge=1)]
 Width = Annotated[int, Meta(ge=0)]
@@ -24,6 +25,9 @@ class MoeNames(Struct, frozen=True, kw_only=True):
     down: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    latent_down: str = "routed_expert_down_proj"
+    latent_norm: str = "routed_expert_norm"
+    latent_up: str = "routed_expert_up_proj"
 
 
 class MoeSpec(Struct, frozen=True, kw_only=True):
@@ -39,6 +43,9 @@ class MoeSpec(Struct, frozen=True, kw_only=True):
         has_selection_bias: a bias per expert is added to choose, not to weigh.
         is_renormalised: the weights of a token are divided by their sum.
         scale: the weights are multiplied by it.
+        latent: width of what the experts read and write; 0: the model's own.
+        latent_eps: of the norm behind latent experts.
+        situ: the experts' activation; None: SiLU.
         groups, groups_kept: experts come in so many equal groups, and only the experts of the
             best groups of a token (by the sum of their two best) may be chosen.
     """
@@ -53,6 +60,9 @@ class MoeSpec(Struct, frozen=True, kw_only=True):
     has_selection_bias: bool = False
     is_renormalised: bool
     scale: float = 1.0
+    latent: int = 0
+    latent_eps: float = 1e-6
+    situ: SituSpec | None = None
     groups: int = 1
     groups_kept: int = 1
     names: MoeNames = MoeNames()
@@ -86,11 +96,16 @@ def moe_shapes(block: str, spec: MoeSpec, hidden: int) -> dict[str, tuple[int, .
     }
     if spec.has_selection_bias:
         shapes[f"{layer}.{names.selection_bias}"] = (spec.experts,)
+    rows = spec.latent or hidden
+    if spec.latent:
+        shapes[f"{layer}.{names.latent_down}.weight"] = (rows, hidden)
+        shapes[f"{layer}.{names.latent_norm}.weight"] = (rows,)
+        shapes[f"{layer}.{names.latent_up}.weight"] = (hidden, rows)
     for expert in range(spec.experts):
         prefix = f"{layer}.experts.{expert}"
-        shapes[f"{prefix}.{names.gate}.weight"] = (spec.width, hidden)
-        shapes[f"{prefix}.{names.up}.weight"] = (spec.width, hidden)
-        shapes[f"{prefix}.{names.down}.weight"] = (hidden, spec.width)
+        shapes[f"{prefix}.{names.gate}.weight"] = (spec.width, rows)
+        shapes[f"{prefix}.{names.up}.weight"] = (spec.width, rows)
+        shapes[f"{prefix}.{names.down}.weight"] = (rows, spec.width)
     if spec.shared_width:
         shared = f"{layer}.{names.shared}"
         shapes[f"{shared}.gate_proj.weight"] = (spec.shared_width, hidden)

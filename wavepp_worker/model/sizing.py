@@ -52,7 +52,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
     floor_tokens: int
     prompt_tokens_max: int  # the longest that is accepted
     prompt_tokens_beside_headroom: int  # the longest that need not be admitted alone
-    wave_bytes: int  # what a full wave carries from stage to stage
+    wave_bytes: int  # what a full wave carries over the widest boundary of two stages
     host_tokens: int  # of each stage
     host_bytes: int  # of all stages together
     host_tokens_max: int | None  # what the host's memory would hold; None: not given
@@ -132,6 +132,7 @@ def _sizing(
     host_max = None
     if host_memory_bytes is not None:
         host_max = blocks_in(host_memory_bytes, HOST_FRACTION, row_bytes) * block
+    vectors = 1 + max(spec.blocks_before(stage.first) for stage in stages)
     return Sizing(
         stages=stages,
         block_tokens=block,
@@ -145,7 +146,7 @@ def _sizing(
         prompt_tokens_beside_headroom=max(
             0, min(plan.context_tokens, align_down(max(0, cache - plan.headroom_tokens), block))
         ),
-        wave_bytes=plan.wave_tokens_max * spec.hidden * DTYPE_BYTES[spec.dtype],
+        wave_bytes=plan.wave_tokens_max * vectors * spec.hidden * DTYPE_BYTES[spec.dtype],
         host_tokens=config.cache.host_tokens,
         host_bytes=config.cache.host_tokens // block * row_bytes,
         host_tokens_max=host_max,

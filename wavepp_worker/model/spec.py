@@ -4,7 +4,7 @@ Used twice: the serving process reads `ModelFacts` (and refuses an unusable fold
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
 decoders with grouped-query attention, Llama, Qwen2 and Qwen3; Qwen3-MoE and MiniMax-M2, whose
 layers have experts; DeepSeek-V3, whose attention caches latents; Qwen3-Next and Qwen3.5 (text),
-most of whose layers are linear attention.
+most of whose layers are linear attention; Kimi K3 (text).
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ import msgspec
 from msgspec import Meta, Struct
 
 from wavepp_worker.base.errors import ConfigError
+from wavepp_worker.base.units import ceil_div
 from wavepp_worker.config.derive import ModelFacts
-from wavepp_worker.model import deepseek_v3, minimax_m2, qwen3_moe, qwen3_next
-from wavepp_worker.model.checkpoint import check_tensors, read_index, weights_digest
+from wavepp_worker.model import deepseek_v3, kimi_k3, minimax_m2, qwen3_moe, qwen3_next
+from wavepp_worker.model.checkpoint import (
+    TensorEntry,
+    check_tensors,
+    read_index,
+    strip_prefix,
+    weights_digest,
+)
 from wavepp_worker.model.delta_spec import DeltaSpec
 from wavepp_worker.model.mla_spec import MlaSpec, mla_shapes
+from wavepp_worker.model.mlp_spec import SituSpec
 from wavepp_worker.model.moe_spec import MoeSpec, moe_shapes
 
 Family = Literal[
@@ -34,6 +42,7 @@ Family = Literal[
     "deepseek_v3",
     "qwen3_next",
     "qwen3_5",
+    "kimi_k3",
 ]
 HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
 FAMILIES: Final[dict[str, Family]] = {
@@ -45,6 +54,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiK3ForConditionalGeneration": "kimi_k3",
 }
 # Of the families whose head size does not default to hidden / heads.
 HEAD_DIMS: Final[dict[Family, int]] = {
@@ -99,6 +109,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     has_offset_norms: bool = False  # norm weights are stored as their distance from one
     has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
     mla: MlaSpec | None = None  # latent attention, in every layer
+    situ: SituSpec | None = None  # activation of the dense MLPs and shared experts; None: SiLU
+    residual_layers: int = 0  # attention residuals: layers of a block; 0: one stream throughout
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -109,6 +121,10 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def delta_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep a state instead of keys and values."""
         return self.delta.layers if self.delta else ()
+
+    def blocks_before(self, layer: int) -> int:
+        """Return how many block starts, beside the prefix, exist before a layer."""
+        return ceil_div(layer, self.residual_layers) if self.residual_layers else 0
 
 
 class _Checkpoint(Struct, kw_only=True):
@@ -155,8 +171,7 @@ def read_facts(
     if load_format == "dummy":
         weights = f"dummy:{seed}".encode()
     else:
-        index = read_index(model_folder(folder))
-        check_tensors(index, tensor_shapes(spec, 0, spec.layers))
+        index = read_tensors(folder, spec, 0, spec.layers)
         weights = weights_digest(index)
     identity = hashlib.sha256(CACHE_FORMAT.encode())
     identity.update(msgspec.json.encode(spec))
@@ -190,13 +205,15 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     path = model_folder(folder) / "config.json"
     tree = _read_json(path)
     family = _family(tree, path)
+    if family == "kimi_k3":
+        tree = kimi_k3.text_part(tree)
     try:
         raw = msgspec.convert(tree, _Checkpoint)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
-    _refuse_unsupported(raw, path)
+    _refuse_unsupported(raw, path, family)
     heads = raw.num_attention_heads
-    mla = deepseek_v3.read_mla(tree, path) if family == "deepseek_v3" else None
+    mla = _mla(family, tree, path)
     if mla is not None:
         raw.num_key_value_heads, raw.head_dim = heads, mla.key_dim
     kv_heads = raw.num_key_value_heads or heads
@@ -233,7 +250,27 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         has_offset_norms=family in HYBRIDS,
         has_attention_gate=family in HYBRIDS,
         mla=mla,
+        situ=kimi_k3.read_situ(tree, path) if family == "kimi_k3" else None,
+        residual_layers=kimi_k3.block_layers(tree, path) if family == "kimi_k3" else 0,
     )
+
+
+def read_tensors(
+    folder: str | Path, spec: ModelSpec, first: int, stop: int
+) -> dict[str, TensorEntry]:
+    """Return all tensors of a checkpoint, after checking that a stage's are there.
+
+    Raises:
+        ConfigError: a tensor is missing or misshapen, or a shard is truncated.
+    """
+    index = strip_prefix(read_index(model_folder(folder)), kimi_k3.TENSOR_PREFIX)
+    check_tensors(index, tensor_shapes(spec, first, stop), may_be_longer=is_padded)
+    return index
+
+
+def is_padded(name: str) -> bool:
+    """Whether a checkpoint may have more rows of a tensor than the model has heads."""
+    return name.endswith(".A_log")
 
 
 def model_folder(folder: str | Path) -> Path:
@@ -268,7 +305,8 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
         block = f"model.layers.{layer}"
         shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
         if spec.delta is not None and layer in spec.delta_layers:
-            shapes |= qwen3_next.delta_shapes(block, spec.delta, spec.hidden)
+            family = kimi_k3 if spec.family == "kimi_k3" else qwen3_next
+            shapes |= family.delta_shapes(block, spec.delta, spec.hidden)
         elif spec.mla is not None:
             shapes |= mla_shapes(block, spec.mla, spec.hidden, spec.heads)
         else:
@@ -281,6 +319,8 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
                 is_wide, dim = spec.has_wide_qk_norm, spec.head_dim
                 shapes[f"{block}.self_attn.q_norm.weight"] = (q_rows if is_wide else dim,)
                 shapes[f"{block}.self_attn.k_norm.weight"] = (kv_rows if is_wide else dim,)
+        if spec.residual_layers:
+            shapes |= kimi_k3.residual_shapes(block, spec.hidden)
         shapes[f"{block}.post_attention_layernorm.weight"] = (spec.hidden,)
         if spec.moe is not None and layer in spec.moe_layers:
             shapes |= moe_shapes(block, spec.moe, spec.hidden)
@@ -290,6 +330,8 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
             linear(f"{block}.mlp.down_proj", spec.hidden, spec.intermediate, spec.has_mlp_bias)
     if stop == spec.layers:
         shapes["model.norm.weight"] = (spec.hidden,)
+        if spec.residual_layers:
+            shapes |= kimi_k3.mix_shapes("model.output_attn_res", spec.hidden)
         if not spec.is_tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     return shapes
@@ -313,6 +355,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _family(tree: dict[str, Any], path: Path) -> Family:
+    if kimi_k3.is_k3(tree):
+        return "kimi_k3"
     names = tree.get("architectures")
     for name in names if isinstance(names, list) else []:
         if name in FAMILIES:
@@ -322,12 +366,19 @@ def _family(tree: dict[str, Any], path: Path) -> Family:
     )
 
 
-def _refuse_unsupported(raw: _Checkpoint, path: Path) -> None:
+def _refuse_unsupported(raw: _Checkpoint, path: Path, family: Family) -> None:
     """Refuse what would load and then compute something else than the model's authors meant."""
-    if raw.hidden_act != "silu":
-        raise ConfigError(f"{path}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
+    activation = "situ" if family == "kimi_k3" else "silu"
+    if raw.hidden_act != activation:
+        raise ConfigError(
+            f"{path}: hidden_act {raw.hidden_act!r} is not supported, only {activation!r}"
+        )
     if raw.quantization_config:
-        raise ConfigError(f"{path}: quantized checkpoints are not supported")
+        how = raw.quantization_config.get("format") or raw.quantization_config.get("quant_method")
+        raise ConfigError(
+            f"{path}: quantized checkpoints ({how}) are not supported; convert the weights to "
+            "bfloat16 first"
+        )
     if raw.use_sliding_window or "sliding_attention" in (raw.layer_types or ()):
         raise ConfigError(f"{path}: sliding-window attention is not supported")
 
@@ -341,10 +392,20 @@ def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
         return qwen3_next.read_moe(tree, path)
     if family == "deepseek_v3":
         return deepseek_v3.read_moe(tree, path)
+    if family == "kimi_k3":
+        return kimi_k3.read_moe(tree, path)
     return None
 
 
+def _mla(family: Family, tree: dict[str, Any], path: Path) -> MlaSpec | None:
+    if family == "deepseek_v3":
+        return deepseek_v3.read_mla(tree, path)
+    return kimi_k3.read_mla(tree, path) if family == "kimi_k3" else None
+
+
 def _delta(family: Family, tree: dict[str, Any], path: Path) -> DeltaSpec | None:
+    if family == "kimi_k3":
+        return kimi_k3.read_delta(tree, path)
     if family not in HYBRIDS:
         return None
     return qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
@@ -368,6 +429,8 @@ def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSp
     elif family in HYBRIDS:
         fraction = raw.partial_rotary_factor or qwen3_next.ROTARY_FRACTION
         fraction = scaling.get("partial_rotary_factor", fraction)
+    elif family == "kimi_k3":
+        fraction = 0.0
     elif scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
     fields = {

@@ -1,8 +1,9 @@
 """One stage's forward: embeds (first), runs its layers, computes logits (last).
 
-Stages exchange a named set of tensors, declared by `input_spec`, so that a model whose boundary
-carries more than one hidden state fits later.  The last layer of the last stage computes its
-attention output and feed-forward only for rows that want a token: nothing else reads them.
+Stages exchange a named set of tensors, declared by `input_spec`: a hidden state; with attention
+residuals the prefix of the current block, and beside it the starts of all blocks.  The last layer
+of the last stage computes its attention output and feed-forward only for rows that want a token:
+nothing else reads them.
 
 Legend: T tokens in the wave, C hidden, H heads, D head dim, L answer rows, V vocabulary.
 """
@@ -19,11 +20,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention import attend
+from wavepp_worker.model.attention_residual import ResidualWeights, Stream
 from wavepp_worker.model.delta_layer import DeltaWeights, delta_layer
-from wavepp_worker.model.fused import add_and_norm, norm, norm_and_turn, swiglu
+from wavepp_worker.model.fused import norm_and_turn
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
 from wavepp_worker.model.mla import MlaWeights, latent_attention
+from wavepp_worker.model.mlp import gated
 from wavepp_worker.model.moe import MoeWeights, experts_forward
 from wavepp_worker.model.rotary import rotary_frequencies
 from wavepp_worker.model.spec import ModelSpec
@@ -55,6 +58,7 @@ class LayerWeights:
     moe: MoeWeights | None = None  # the layer's experts
     delta: DeltaWeights | None = None  # a linear-attention layer
     mla: MlaWeights | None = None  # the rest of latent attention
+    residual: ResidualWeights | None = None  # how the layer's inputs are mixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class StageWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor | None  # last stage
     head: Tensor | None  # last stage
+    output_query: Tensor | None = None  # last stage with attention residuals: mixes what is normed
 
 
 class StageModel:
@@ -94,7 +99,11 @@ class StageModel:
         """
         if self.is_first:
             return {"tokens": ((tokens,), torch.int64)}
-        return {"hidden": ((tokens, self.spec.hidden), self.dtype)}
+        hidden, blocks = self.spec.hidden, self.spec.blocks_before(self.first)
+        inputs: dict[str, TensorSpec] = {"hidden": ((tokens, hidden), self.dtype)}
+        if blocks:
+            inputs["blocks"] = ((blocks, tokens, hidden), self.dtype)
+        return inputs
 
     def make_store(self, blocks: int, block_tokens: int, host_blocks: int = 0) -> KvStore:
         """Return a zeroed pool of `blocks` blocks on this stage's device, and one on the host."""
@@ -139,7 +148,8 @@ class StageModel:
             states: from `make_states`; the working states are those before the wave's chunks.
 
         Returns:
-            {"hidden": [T, C] of the stage's dtype}; on the last stage {"logits": f32 [L, V]}, row i
+            {"hidden": [T, C] of the stage's dtype}, with attention residuals also
+            {"blocks": [N, T, C]}; on the last stage {"logits": f32 [L, V]}, row i
             belonging to chunk `batch.answers[i]`.
         """
         weights = self._weights
@@ -148,21 +158,17 @@ class StageModel:
         else:
             x = inputs["hidden"]
         check(len(x) == batch.token_count, "inputs and batch differ in tokens", rows=len(x))
+        blocks = inputs["blocks"].unbind() if self.first and self.spec.residual_layers else ()
+        stream = Stream(x, blocks, self.spec.norm_eps)
         angles = batch.positions_T[:, None].float() * self._frequencies
         cos, sin = (
             (part[:, None] * self.spec.rope.amplitude).to(self.dtype)
             for part in (angles.cos(), angles.sin())
         )
         final = len(weights.layers) - 1 if self.is_last else -1
-        eps = self.spec.norm_eps
-        added: Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            place = self._places[index]
-            if added is None:
-                h = norm(x, layer.attention_norm, eps)
-            else:
-                x, h = add_and_norm(x, added, layer.attention_norm, eps)
-            is_final = index == final
+            residual, place, is_final = layer.residual, self._places[index], index == final
+            h = stream.normed(residual.attention if residual else None, layer.attention_norm)
             if layer.delta is None:
                 mixed = self._attention(
                     layer, h, (cos, sin), batch, store=store, place=place, is_final=is_final
@@ -172,16 +178,21 @@ class StageModel:
                 if is_final:
                     mixed = mixed[batch.answer_rows_L]
             if is_final:
-                x = x[batch.answer_rows_L]
+                stream.keep(batch.answer_rows_L)
             out = F.linear(mixed, layer.out, layer.out_bias)
-            x, h = add_and_norm(x, out, layer.ffn_norm, eps)
-            added = self._feed_forward(layer, h)
-        if added is None:
-            raise InvariantError("a stage has layers")
+            stream.add(out, begins_block=self._begins_block(index))
+            h = stream.normed(residual.ffn if residual else None, layer.ffn_norm)
+            stream.add(self._feed_forward(layer, h))
         if weights.norm is None or weights.head is None:
-            return {"hidden": x + added}
-        _, x = add_and_norm(x, added, weights.norm, eps)
+            outputs = {"hidden": stream.prefix_TC}
+            return outputs | ({"blocks": torch.stack(stream.blocks_TC)} if stream.blocks_TC else {})
+        x = stream.normed(weights.output_query, weights.norm)
         return {"logits": F.linear(x, weights.head).float()}
+
+    def _begins_block(self, index: int) -> bool:
+        """Whether a layer of this stage begins a block of attention residuals."""
+        layers = self.spec.residual_layers
+        return layers > 0 and (self.first + index) % layers == 0
 
     def _attention(
         self,
@@ -266,7 +277,7 @@ class StageModel:
         added = None
         if layer.gate_up is not None and layer.down is not None:
             gate_up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias)
-            added = F.linear(swiglu(gate_up), layer.down, layer.down_bias)
+            added = F.linear(gated(gate_up, self.spec.situ), layer.down, layer.down_bias)
         if layer.moe is not None and layer.moe.shared_gate is not None and added is not None:
             added = added * F.linear(h_TC, layer.moe.shared_gate).sigmoid()
         if layer.moe is not None and self.spec.moe is not None:

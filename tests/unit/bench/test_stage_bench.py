@@ -24,6 +24,24 @@ def test_a_stage_of_any_layers_can_be_timed(tmp_path: Path, kinds: str) -> None:
         load_format="dummy",
         device="cpu",
     )
+    assert_timed(options)
+
+
+def test_a_stage_that_takes_more_than_a_hidden_state_can_be_timed(tmp_path: Path) -> None:
+    options = StageOptions(
+        model=str(make_tiny_model(tmp_path, "kimi_k3")),
+        layers=2,
+        waves=(16, 32),
+        contexts=(0, 64),
+        block_tokens=16,
+        repeats=1,
+        load_format="dummy",
+        device="cpu",
+    )
+    assert_timed(options)
+
+
+def assert_timed(options: StageOptions) -> None:
     lines: list[str] = []
     report = measure_stage(options, lines.append)
     assert len(lines) == len(report.points) == 4

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavepp_worker.model.delta_rule import delta_rule, short_convolution, softplus_decay
+from wavepp_worker.model.delta_rule import (
+    bounded_decay,
+    delta_rule,
+    short_convolution,
+    softplus_decay,
+)
 
 HEADS, K, V, CHANNELS, WIDTH = 3, 8, 6, 10, 4
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -116,3 +121,14 @@ def test_the_convolution_sees_its_tail(parts: list[int]) -> None:
         outputs.append(out)
     torch.testing.assert_close(torch.cat(outputs), torch.nn.functional.silu(want))
     assert torch.equal(tail, x[-3:])
+
+
+def test_a_bounded_decay_equals_its_equation_and_is_no_clamp() -> None:
+    raw = torch.randn(20, HEADS, K, generator=torch.Generator().manual_seed(3)) * 4
+    a_log, bias = torch.tensor([-1.0, 0.0, 1.0]), torch.linspace(-2, 2, HEADS * K).view(HEADS, K)
+    got = bounded_decay(raw.bfloat16(), a_log, bias, -5.0)
+    want = -5.0 / (1 + (-a_log.exp()[:, None] * (raw.bfloat16().double() + bias)).exp())
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, **CLOSE)
+    assert ((got >= -5.0) & (got <= 0.0)).all()
+    assert (got - softplus_decay(raw, a_log, bias).clamp(min=-5.0)).abs().max() > 1.0

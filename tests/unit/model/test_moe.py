@@ -10,7 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.model.moe import MoeWeights, experts_forward, grouped_linear, route
+from wavepp_worker.model.mlp_spec import SituSpec
+from wavepp_worker.model.moe import (
+    LatentWeights,
+    MoeWeights,
+    experts_forward,
+    grouped_linear,
+    route,
+)
 from wavepp_worker.model.moe_spec import MoeSpec, check_moe
 
 TOKENS, HIDDEN, EXPERTS, WIDTH = 50, 24, 16, 12
@@ -71,6 +78,42 @@ def test_experts_equal_a_loop_over_tokens(spec: MoeSpec) -> None:
             added = weights.down[expert] @ (F.silu(gate) * up)
             want += spec.scale * scores[expert] / total * added
         torch.testing.assert_close(got[token], want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("situ", [None, SituSpec(gate_max=4.0, up_max=25.0)], ids=["silu", "situ"])
+def test_latent_experts_equal_a_loop_over_tokens(situ: SituSpec | None) -> None:
+    """The router reads x, the experts W_down x; their weighted sum is normed, then widened."""
+    latent, eps = 8, 1e-4
+    spec = make_spec(scores="sigmoid", latent=latent, latent_eps=eps, situ=situ)
+    draw = torch.Generator().manual_seed(7)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    weights = MoeWeights(
+        router=values(EXPERTS, HIDDEN) * 0.5,
+        selection_bias=None,
+        gate_up=values(EXPERTS, 2 * WIDTH, latent),
+        down=values(EXPERTS, latent, WIDTH) * 0.3,
+        latent=LatentWeights(
+            down=values(latent, HIDDEN), norm=1 + 0.3 * values(latent), up=values(HIDDEN, latent)
+        ),
+    )
+    assert weights.latent is not None
+    x = values(TOKENS, HIDDEN)
+    got = experts_forward(x, weights, spec)
+    for token in range(TOKENS):
+        scores = (weights.router @ x[token]).sigmoid()
+        chosen = scores.argsort(descending=True)[: spec.chosen].tolist()
+        total = torch.zeros(latent)
+        for expert in chosen:
+            a, b = (weights.gate_up[expert] @ (weights.latent.down @ x[token])).chunk(2)
+            inner = F.silu(a) * b
+            if situ is not None:
+                inner = 4 * (a / 4).tanh() * a.sigmoid() * 25 * (b / 25).tanh()
+            total += scores[expert] / scores[chosen].sum() * (weights.down[expert] @ inner)
+        normed = total / (total.square().mean() + eps).sqrt() * weights.latent.norm
+        torch.testing.assert_close(got[token], weights.latent.up @ normed, atol=1e-4, rtol=1e-4)
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:

@@ -59,6 +59,25 @@ MODELS: dict[str, tuple[str, dict[str, Any], float, int]] = {
         671.0,
         61 * 1_152,
     ),
+    "Kimi-K3": (
+        "kimi_k3",
+        {
+            "num_hidden_layers": 93, "hidden_size": 7168, "intermediate_size": 33792,
+            "num_attention_heads": 96, "num_key_value_heads": 96, "vocab_size": 163840,
+            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 896,
+            "num_experts_per_token": 16, "num_shared_experts": 2, "moe_intermediate_size": 3072,
+            "routed_expert_hidden_size": 3584, "attn_res_block_size": 12,
+            "linear_attn_config": {
+                "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4,
+                "full_attn_layers": [*range(4, 93, 4), 93],
+                "kda_layers": [layer for layer in range(1, 93) if layer % 4],
+                "gate_lower_bound": -5.0,
+            },
+        },
+        2_780.0,
+        24 * 1_152,
+    ),
 }  # fmt: skip
 
 
@@ -66,7 +85,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], float, int]] = {
 def test_published_sizes(tmp_path: Path, name: str) -> None:
     """Parameters from the tensors a checkpoint must have; cache bytes from the plan of a stage."""
     family, changes, billions, bytes_per_token = MODELS[name]
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family) | changes))
+    tree = tiny_config(family)
+    tree.get("text_config", tree).update(changes)
+    (tmp_path / "config.json").write_text(json.dumps(tree))
     spec = read_spec(tmp_path, "bfloat16")
     shapes = tensor_shapes(spec, 0, spec.layers)
     parameters = sum(math.prod(shape) for shape in shapes.values())

@@ -92,6 +92,21 @@ def test_a_known_model_on_four_gpus(capsys: pytest.CaptureFixture[str], model: s
     assert sizing["prompt_tokens_max"] == 40_960
 
 
+def test_attention_residuals_widen_the_boundaries(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Layers without states: five in blocks of two, cut before the third and before the fifth."""
+    linear = tiny_config("kimi_k3")["text_config"]["linear_attn_config"]
+    every = {"kda_layers": [], "full_attn_layers": [1, 2, 3, 4, 5]}
+    tree = tiny_config("kimi_k3", dtype="bfloat16")
+    tree["text_config"]["linear_attn_config"] = linear | every
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    for layers, vectors in (("[2, 3]", 2), ("[4, 1]", 3)):
+        words = ("--gpus", "2", "--gpu-memory", "8GiB", "--set", f"model.stage_layers={layers}")
+        sizing = planned(capsys, str(tmp_path), *words)
+        assert sizing["wave_bytes"] == 16_384 * vectors * 64 * 2
+
+
 def test_settings_change_the_sizes(capsys: pytest.CaptureFixture[str], model: str) -> None:
     words = ("--gpus", "4", "--gpu-memory", "80GiB")
     sets = {"planner.wave_tokens_max": 4096, "cache.device_tokens": 64_000,

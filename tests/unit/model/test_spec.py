@@ -18,8 +18,12 @@ from wavepp_worker.model.spec import FAMILIES, RopeSpec, read_facts, read_spec, 
 
 def write_config(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """Write config.json alone; a change to None removes the key."""
-    tree = tiny_config(family) | changes
-    tree = {name: value for name, value in tree.items() if value is not None}
+    tree = tiny_config(family)
+    described = tree.get("text_config", tree)
+    for name, value in changes.items():
+        described[name] = value
+        if value is None:
+            del described[name]
     (folder / "config.json").write_text(json.dumps(tree))
     return folder
 
