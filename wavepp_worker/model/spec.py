@@ -110,7 +110,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
     mla: MlaSpec | None = None  # latent attention, in every layer
     situ: SituSpec | None = None  # activation of the dense MLPs and shared experts; None: SiLU
-    residual_layers: int = 0  # attention residuals: layers of a block; 0: one stream throughout
+    residual_layers: int = 0  # attention residuals: layers of a running sum; 0: one throughout
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -122,8 +122,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Indices of the layers that keep a state instead of keys and values."""
         return self.delta.layers if self.delta else ()
 
-    def blocks_before(self, layer: int) -> int:
-        """Return how many block starts, beside the prefix, exist before a layer."""
+    def starts_before(self, layer: int) -> int:
+        """Return how many sums have been set aside before a layer, beside the running one."""
         return ceil_div(layer, self.residual_layers) if self.residual_layers else 0
 
 
@@ -251,7 +251,7 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         has_attention_gate=family in HYBRIDS,
         mla=mla,
         situ=kimi_k3.read_situ(tree, path) if family == "kimi_k3" else None,
-        residual_layers=kimi_k3.block_layers(tree, path) if family == "kimi_k3" else 0,
+        residual_layers=kimi_k3.residual_layers(tree, path) if family == "kimi_k3" else 0,
     )
 
 
