@@ -92,7 +92,9 @@ def text_part(tree: dict[str, Any]) -> dict[str, Any]:
     text = tree.get("text_config")
     if not isinstance(text, dict):
         return tree
-    outer = {key: tree[key] for key in ("quantization_config", "dtype") if tree.get(key)}
+    outer = {
+        key: tree[key] for key in ("quantization_config", "dtype", "torch_dtype") if tree.get(key)
+    }
     return outer | text
 
 
@@ -212,6 +214,11 @@ def delta_shapes(block: str, delta: DeltaSpec, hidden: int) -> dict[str, tuple[i
         f"{layer}.o_norm.weight": (delta.value_dim,),
         f"{layer}.o_proj.weight": (hidden, width),
     }
+
+
+def is_padded(name: str) -> bool:
+    """Whether a checkpoint may have more rows of a tensor than the model has heads."""
+    return name.endswith(".A_log")
 
 
 def residual_shapes(block: str, hidden: int) -> dict[str, tuple[int, ...]]:
