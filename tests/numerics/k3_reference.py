@@ -47,8 +47,9 @@ def k3_config(**changes: Any) -> dict[str, Any]:
         "hidden_act": "situ",
         "activation_situ_beta": 4.0,
         "activation_situ_linear_beta": 25.0,
-        # At 1e-6 a head whose output happens to be tiny has its rounding blown up by its norm.
-        "rms_norm_eps": 1e-4,
+        # At 1e-6 a head whose output happens to be tiny has its rounding blown up by its norm,
+        # and the epsilon of another norm would not show.
+        "rms_norm_eps": 1e-2,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "attn_res_block_size": 2,

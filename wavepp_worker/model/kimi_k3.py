@@ -1,7 +1,7 @@
 """Kimi K3: delta layers (KDA) and gated latent attention, latent experts, attention residuals.
 
-    x = mix(prefix, blocks) ;  every `attn_res_block_size` layers: blocks += [prefix], prefix = 0
-    prefix += Mixer(Norm(x)) ;  prefix += FFN(Norm(mix(prefix, blocks)))
+    x = mix(sum, starts) ;  every `attn_res_block_size` layers: starts += [sum], sum = 0
+    sum += Mixer(Norm(x)) ;  sum += FFN(Norm(mix(sum, starts)))
     KDA         as in Kimi Linear, but the decay is bounded, -5 sigmoid(exp(A) (raw + bias)), and
                 the output's gate has full rank; published A_log are padded to 128 heads
     attention   latent, without positions; a sigmoid of the layer's input scales the output
@@ -92,12 +92,14 @@ def text_part(tree: dict[str, Any]) -> dict[str, Any]:
     text = tree.get("text_config")
     if not isinstance(text, dict):
         return tree
-    outer = {key: tree[key] for key in ("quantization_config", "dtype") if tree.get(key)}
+    outer = {
+        key: tree[key] for key in ("quantization_config", "dtype", "torch_dtype") if tree.get(key)
+    }
     return outer | text
 
 
-def block_layers(tree: dict[str, Any], path: Path) -> int:
-    """Return how many layers add to one prefix before the next begins."""
+def residual_layers(tree: dict[str, Any], path: Path) -> int:
+    """Return how many layers add to one running sum before the next begins."""
     return _read(tree, path).attn_res_block_size
 
 
@@ -190,6 +192,11 @@ def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
         decay_rank=linear.head_dim,
         decay_bound=linear.gate_lower_bound,
     )
+
+
+def is_padded(name: str) -> bool:
+    """Whether a checkpoint may have more rows of a tensor than the model has heads."""
+    return name.endswith(".A_log")
 
 
 def residual_shapes(block: str, hidden: int) -> dict[str, tuple[int, ...]]:

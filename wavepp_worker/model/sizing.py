@@ -132,7 +132,7 @@ def _sizing(
     host_max = None
     if host_memory_bytes is not None:
         host_max = blocks_in(host_memory_bytes, HOST_FRACTION, row_bytes) * block
-    vectors = 1 + max(spec.blocks_before(stage.first) for stage in stages)
+    vectors = 1 + max(spec.starts_before(stage.first) for stage in stages)
     return Sizing(
         stages=stages,
         block_tokens=block,

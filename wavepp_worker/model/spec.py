@@ -113,7 +113,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     has_attention_gate: bool = False  # q_proj also makes a gate for the attention's output
     mla: MlaSpec | None = None  # latent attention, in every layer
     situ: SituSpec | None = None  # activation of the dense MLPs and shared experts; None: SiLU
-    residual_layers: int = 0  # attention residuals: layers of a block; 0: one stream throughout
+    residual_layers: int = 0  # attention residuals: layers of a running sum; 0: one throughout
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -125,8 +125,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Indices of the layers that keep a state instead of keys and values."""
         return self.delta.layers if self.delta else ()
 
-    def blocks_before(self, layer: int) -> int:
-        """Return how many block starts, beside the prefix, exist before a layer."""
+    def starts_before(self, layer: int) -> int:
+        """Return how many sums have been set aside before a layer, beside the running one."""
         return ceil_div(layer, self.residual_layers) if self.residual_layers else 0
 
 
@@ -256,7 +256,7 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
         has_attention_gate=family in HYBRIDS,
         mla=mla,
         situ=kimi_k3.read_situ(tree, path) if family == "kimi_k3" else None,
-        residual_layers=kimi_k3.block_layers(tree, path) if family == "kimi_k3" else 0,
+        residual_layers=kimi_k3.residual_layers(tree, path) if family == "kimi_k3" else 0,
     )
 
 
@@ -268,16 +268,15 @@ def read_tensors(
     Raises:
         ConfigError: a tensor is missing or misshapen, or a shard is truncated.
     """
-    index = strip_prefix(read_index(model_folder(folder)), kimi_k3.TENSOR_PREFIX)
+    index, shapes = read_index(model_folder(folder)), tensor_shapes(spec, first, stop)
     if spec.family == "kimi_linear":
         index = {kimi_linear.published_name(name): entry for name, entry in index.items()}
-    check_tensors(index, tensor_shapes(spec, first, stop), may_be_longer=is_padded)
+    if spec.family == "kimi_k3":
+        index = strip_prefix(index, kimi_k3.TENSOR_PREFIX)
+        check_tensors(index, shapes, may_be_longer=kimi_k3.is_padded)
+    else:
+        check_tensors(index, shapes)
     return index
-
-
-def is_padded(name: str) -> bool:
-    """Whether a checkpoint may have more rows of a tensor than the model has heads."""
-    return name.endswith(".A_log")
 
 
 def model_folder(folder: str | Path) -> Path:

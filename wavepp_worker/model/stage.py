@@ -1,7 +1,7 @@
 """One stage's forward: embeds (first), runs its layers, computes logits (last).
 
 Stages exchange a named set of tensors, declared by `input_spec`: a hidden state; with attention
-residuals the prefix of the current block, and beside it the starts of all blocks.  The last layer
+residuals the running sum is that, and the sums set aside, "blocks", come beside it.  The last layer
 of the last stage computes its attention output and feed-forward only for rows that want a token:
 nothing else reads them.
 
@@ -99,10 +99,10 @@ class StageModel:
         """
         if self.is_first:
             return {"tokens": ((tokens,), torch.int64)}
-        hidden, blocks = self.spec.hidden, self.spec.blocks_before(self.first)
+        hidden, starts = self.spec.hidden, self.spec.starts_before(self.first)
         inputs: dict[str, TensorSpec] = {"hidden": ((tokens, hidden), self.dtype)}
-        if blocks:
-            inputs["blocks"] = ((blocks, tokens, hidden), self.dtype)
+        if starts:
+            inputs["blocks"] = ((starts, tokens, hidden), self.dtype)
         return inputs
 
     def make_store(self, blocks: int, block_tokens: int, host_blocks: int = 0) -> KvStore:
@@ -158,8 +158,8 @@ class StageModel:
         else:
             x = inputs["hidden"]
         check(len(x) == batch.token_count, "inputs and batch differ in tokens", rows=len(x))
-        blocks = inputs["blocks"].unbind() if self.first and self.spec.residual_layers else ()
-        stream = Stream(x, blocks, self.spec.norm_eps)
+        starts = inputs["blocks"].unbind() if self.first and self.spec.residual_layers else ()
+        stream = Stream(x, starts, self.spec.norm_eps)
         angles = batch.positions_T[:, None].float() * self._frequencies
         cos, sin = (
             (part[:, None] * self.spec.rope.amplitude).to(self.dtype)
@@ -180,17 +180,17 @@ class StageModel:
             if is_final:
                 stream.keep(batch.answer_rows_L)
             out = F.linear(mixed, layer.out, layer.out_bias)
-            stream.add(out, begins_block=self._begins_block(index))
+            stream.add(out, begins_group=self._begins_group(index))
             h = stream.normed(residual.ffn if residual else None, layer.ffn_norm)
             stream.add(self._feed_forward(layer, h))
         if weights.norm is None or weights.head is None:
-            outputs = {"hidden": stream.prefix_TC}
-            return outputs | ({"blocks": torch.stack(stream.blocks_TC)} if stream.blocks_TC else {})
+            outputs = {"hidden": stream.sum_TC}
+            return outputs | ({"blocks": torch.stack(stream.starts_TC)} if stream.starts_TC else {})
         x = stream.normed(weights.output_query, weights.norm)
         return {"logits": F.linear(x, weights.head).float()}
 
-    def _begins_block(self, index: int) -> bool:
-        """Whether a layer of this stage begins a block of attention residuals."""
+    def _begins_group(self, index: int) -> bool:
+        """Whether a layer of this stage begins a running sum of attention residuals."""
         layers = self.spec.residual_layers
         return layers > 0 and (self.first + index) % layers == 0
 

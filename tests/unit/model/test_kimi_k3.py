@@ -32,7 +32,7 @@ def test_the_text_part_is_read(tmp_path: Path) -> None:
     assert (spec.family, spec.layers, spec.residual_layers) == ("kimi_k3", 5, 2)
     assert spec.delta_layers == (0, 1, 3)
     assert spec.moe_layers == (1, 2, 3, 4)
-    assert [spec.blocks_before(layer) for layer in range(6)] == [0, 1, 1, 2, 2, 3]
+    assert [spec.starts_before(layer) for layer in range(6)] == [0, 1, 1, 2, 2, 3]
 
 
 def test_the_family_is_told_by_the_top_or_by_its_residuals(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_published_shape_takes_what_the_docs_say(tmp_path: Path) -> None:
     assert token_bytes == 27_648
     assert state_bytes == 69 * ((6 << 20) + (216 << 10))
     assert (round(state_bytes / 2**20, 1), state_bytes // token_bytes) == (428.6, 16_253)
-    vectors = {layer: 1 + spec.blocks_before(layer) for layer in (1, 12, 13, 84, 92)}
+    vectors = {layer: 1 + spec.starts_before(layer) for layer in (1, 12, 13, 84, 92)}
     assert vectors == {1: 2, 12: 2, 13: 3, 84: 8, 92: 9}
     assert vectors[84] * spec.hidden * 2 == 112 << 10
 

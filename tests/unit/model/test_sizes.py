@@ -59,6 +59,23 @@ MODELS: dict[str, tuple[str, dict[str, Any], float, int]] = {
         671.0,
         61 * 1_152,
     ),
+    "Kimi-Linear-48B-A3B": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 27, "hidden_size": 2304, "intermediate_size": 9216,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 163840,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "num_experts": 256, "num_experts_per_token": 8,
+            "num_shared_experts": 1, "moe_intermediate_size": 1024,
+            "linear_attn_config": {
+                "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+            },
+        },
+        49.12,
+        7 * 1_152,
+    ),
     "Kimi-K3": (
         "kimi_k3",
         {
