@@ -18,6 +18,7 @@ from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.sampling import sample
 from wavepp_worker.model.spec import read_spec
+from wavepp_worker.model.split_attention import fits, split_attention
 from wavepp_worker.wire.mailbox import Copy, Sampling
 
 pytestmark = [
@@ -106,6 +107,45 @@ def test_the_delta_kernel_computes_what_plain_torch_does(tokens: int) -> None:
         error = (got.double() - want).norm() / want.norm()
         assert error < 0.01, error
     torch.testing.assert_close(out.double(), want_out, atol=0.02, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key_dim", "value_dim"), [(8, 2, 128, 128), (4, 4, 192, 128)]
+)
+@pytest.mark.parametrize(("queries", "prefix"), [(300, 0), (1024, 77), (2500, 3000), (128, 40_001)])
+def test_attention_in_pieces_computes_what_the_definition_does(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, queries: int, prefix: int
+) -> None:
+    """cuDNN and flash pieces in bf16, merged, against fp64 on the same rounded inputs."""
+    generator = torch.Generator().manual_seed(queries)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).cuda().bfloat16()
+
+    both = draw(queries, heads + kv_heads, key_dim)
+    q, own_k = both[:, :heads], both[:, heads:]
+    own_v = draw(queries, kv_heads, value_dim)
+    k, v = draw(prefix, kv_heads, key_dim), draw(prefix, kv_heads, value_dim)
+    if not fits(q, value_dim):
+        pytest.skip("cuDNN's attention does not apply on this device")
+    asked = []
+
+    def prefix_keys(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append((start, stop))
+        return k[start:stop], v[start:stop]
+
+    with torch.inference_mode():
+        got = split_attention(q, own_k, own_v, prefix, prefix_keys, key_rows_max=8192)
+    assert sum(stop - start for start, stop in asked) == prefix
+    group = heads // kv_heads
+    for head in range(heads):
+        keys = torch.cat((k, own_k))[:, head // group].double()
+        values = torch.cat((v, own_v))[:, head // group].double()
+        scores = q[:, head].double() @ keys.T * key_dim**-0.5
+        future = torch.ones_like(scores, dtype=torch.bool).triu(prefix + 1)
+        want = scores.masked_fill(future, -torch.inf).softmax(-1) @ values
+        error = (got[:, head].double() - want).norm() / want.norm()
+        assert error < 0.006, error
 
 
 def test_cuda_draws_what_the_cpu_draws() -> None:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import ceil_div
+from wavepp_worker.bench.ceilings import Ceilings, count_work, measure_ceilings
 from wavepp_worker.executor.ports import ChunkState, WaveChunk
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
@@ -56,6 +58,8 @@ class StagePoint(Struct, frozen=True):
     context: int
     seconds: float
     spread: float  # (longest - shortest) / median
+    floor_s: float = 0.0  # 0: not known
+    peak_bytes: int = 0  # of the device, beside weights and cache; 0: not known
 
 
 class StageReport(Struct, frozen=True, kw_only=True):
@@ -69,6 +73,7 @@ class StageReport(Struct, frozen=True, kw_only=True):
     points: tuple[StagePoint, ...]
     options: StageOptions
     machine: dict[str, Any]
+    ceilings: Ceilings | None = None  # of a CUDA device, in 16 bits
 
 
 def measure_stage(options: StageOptions, note: Callable[[str], None]) -> StageReport:
@@ -93,9 +98,19 @@ def measure_stage(options: StageOptions, note: Callable[[str], None]) -> StageRe
         device=device,
         load_format=options.load_format,
     )
+    ceilings = None
+    if device.type == "cuda" and model.dtype != torch.float32:
+        ceilings = measure_ceilings(spec, device, model.dtype)
+        note(
+            f"ceilings in TFLOP/s: dense {ceilings.dense:.0f}, experts {ceilings.experts:.0f}, "
+            f"attention {ceilings.attention:.0f}"
+        )
+    work = count_work(spec, first, first + options.layers)
     points = []
     for tokens, context in product(options.waves, options.contexts):
         point = _measure_point(model, tokens, context, options)
+        if ceilings is not None:
+            point = msgspec.structs.replace(point, floor_s=ceilings.floor_s(work, tokens, context))
         note(f"{tokens} tokens behind {context}: {1e3 * point.seconds:.2f} ms")
         points.append(point)
     fixed_s, linear_s, square_s = fit(points)
@@ -114,6 +129,7 @@ def measure_stage(options: StageOptions, note: Callable[[str], None]) -> StageRe
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
+        ceilings=ceilings,
     )
 
 
@@ -141,9 +157,16 @@ def _measure_point(
         return time.perf_counter() - began
 
     run()  # warm-up: kernels are chosen and memory is taken
+    peak_bytes = 0
+    if model.device.type == "cuda":
+        before = torch.cuda.memory_allocated(model.device)
+        torch.cuda.reset_peak_memory_stats(model.device)
     times = sorted(run() for _ in range(options.repeats))
+    if model.device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(model.device) - before
     median = statistics.median(times)
-    return StagePoint(tokens, context, median, (times[-1] - times[0]) / median)
+    spread = (times[-1] - times[0]) / median
+    return StagePoint(tokens, context, median, spread, peak_bytes=peak_bytes)
 
 
 def fit(points: Sequence[StagePoint]) -> tuple[float, float, float]:
@@ -179,12 +202,21 @@ def _synchronize(device: torch.device) -> None:
 
 def render(report: StageReport) -> str:
     """Return the table and the fit as text."""
-    lines = [f"{'tokens':>8} {'context':>8} {'ms':>10} {'fit, ms':>10} {'spread':>7}"]
+    lines = [
+        f"{'tokens':>8} {'context':>8} {'ms':>10} {'fit, ms':>10} {'spread':>7} {'floor, ms':>10} "
+        f"{'of time':>8} {'peak, MiB':>10}"
+    ]
     for p in report.points:
         predicted = _predict(p, report.fixed_s, report.linear_s, report.square_s)
         lines.append(
             f"{p.tokens:8} {p.context:8} {1e3 * p.seconds:10.3f} {1e3 * predicted:10.3f} "
             f"{100 * p.spread:5.0f} %"
+            + (
+                f" {1e3 * p.floor_s:10.3f} {100 * p.floor_s / p.seconds:6.1f} % "
+                f"{p.peak_bytes >> 20:10}"
+                if p.floor_s
+                else ""
+            )
         )
     lines.append(
         f"fixed {1e3 * report.fixed_s:.3f} ms + {1e6 * report.linear_s:.3f} us per token "

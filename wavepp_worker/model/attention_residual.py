@@ -13,7 +13,7 @@ groups of G layers 1 + ceil(i / G) vectors per token exist, and all cross a stag
 Legend: T tokens, C hidden.
 """
 
-# ruff: noqa: N803, N806 - shape suffixes are upper case
+# ruff: noqa: N802, N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from wavepp_worker.model.fused import add_and_norm, norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +36,51 @@ class ResidualWeights:
 class Stream:
     """What the layers of a stage read and add to.
 
-    Without attention residuals it is the ordinary stream: read as it is, and added to.
+    Without attention residuals it is the ordinary stream: read as it is, and added to.  What a
+    layer adds waits for the next read, so that sum and norm are one kernel.
     """
 
     def __init__(self, sum_TC: Tensor, starts_TC: Sequence[Tensor], eps: float) -> None:
-        self.sum_TC = sum_TC
+        self._sum_TC = sum_TC
+        self._added_TC: Tensor | None = None
         self.starts_TC = list(starts_TC)
         self._eps = eps
 
-    def read(self, query_C: Tensor | None) -> Tensor:
-        """Return what a layer reads, [T, C]; `query_C` is None without attention residuals."""
-        if query_C is None:
-            return self.sum_TC
-        return mix(self.sum_TC, self.starts_TC, query_C, self._eps)
+    @property
+    def sum_TC(self) -> Tensor:
+        """The running sum of what layers have added."""
+        if self._added_TC is not None:
+            self._sum_TC = self._sum_TC + self._added_TC
+            self._added_TC = None
+        return self._sum_TC
+
+    def normed(self, query_C: Tensor | None, weight: Tensor) -> Tensor:
+        """Return the RMSNorm of what a layer reads, [T, C].
+
+        Args:
+            query_C: with what it mixes; None without attention residuals.
+        """
+        if query_C is not None:
+            mixed = mix(self.sum_TC, self.starts_TC, query_C, self._eps)
+            return norm(mixed, weight, self._eps)
+        if self._added_TC is None:
+            return norm(self._sum_TC, weight, self._eps)
+        self._sum_TC, normed = add_and_norm(self._sum_TC, self._added_TC, weight, self._eps)
+        self._added_TC = None
+        return normed
 
     def add(self, x_TC: Tensor, *, begins_group: bool = False) -> None:
         """Add a layer's output, or set the sum aside and begin the next with it."""
+        sum_TC = self.sum_TC
         if begins_group:
-            self.starts_TC.append(self.sum_TC)
-            self.sum_TC = x_TC
+            self.starts_TC.append(sum_TC)
+            self._sum_TC = x_TC
         else:
-            self.sum_TC = self.sum_TC + x_TC
+            self._added_TC = x_TC
 
     def keep(self, rows_L: Tensor) -> None:
         """Drop all tokens but those of `rows_L`."""
-        self.sum_TC = self.sum_TC[rows_L]
+        self._sum_TC = self.sum_TC[rows_L]
         self.starts_TC = [start[rows_L] for start in self.starts_TC]
 
 

@@ -216,11 +216,6 @@ def delta_shapes(block: str, delta: DeltaSpec, hidden: int) -> dict[str, tuple[i
     }
 
 
-def is_padded(name: str) -> bool:
-    """Whether a checkpoint may have more rows of a tensor than the model has heads."""
-    return name.endswith(".A_log")
-
-
 def residual_shapes(block: str, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors of one layer's two mixes."""
     return mix_shapes(f"{block}.self_attention_res", hidden) | mix_shapes(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from wavepp_worker.base.errors import check
+from wavepp_worker.base.units import ceil_div
 from wavepp_worker.model.pinning import pin_while_alive
 from wavepp_worker.wire.mailbox import Copy
 
@@ -57,6 +58,7 @@ class KvStore:
         self.block_tokens = block_tokens
         self._planes_KNHBD = [self.pool[:, layer].unbind(1) for layer in range(layers)]
         self._layers_KHNBD = [self.pool[:, layer].permute(1, 2, 0, 3, 4) for layer in range(layers)]
+        self._layers_KNBHD = [self.pool[:, layer].permute(1, 0, 3, 2, 4) for layer in range(layers)]
 
     @property
     def base_address(self) -> int:
@@ -94,6 +96,19 @@ class KvStore:
         """
         rows_KHnBD = self._layers_KHNBD[layer].index_select(2, table_n)
         return rows_KHnBD.flatten(2, 3)[:, :, :tokens].unbind()
+
+    def rows(self, layer: int, table_n: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return per plane a copy [S, H, D], contiguous rows, of a sequence's tokens [start, stop).
+
+        Args:
+            layer: index within this stage.
+            table_n: int64 on the pool's device; slots of the sequence's blocks, in order.
+        """
+        first = start // self.block_tokens
+        table_n = table_n[first : ceil_div(stop, self.block_tokens)]
+        rows_KnBHD = self._layers_KNBHD[layer].index_select(1, table_n)
+        skipped = first * self.block_tokens
+        return rows_KnBHD.flatten(1, 2)[:, start - skipped : stop - skipped].unbind()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Move blocks between the tiers, in order; on CUDA on the current stream.

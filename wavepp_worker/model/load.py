@@ -18,7 +18,6 @@ from torch import Tensor
 from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention_residual import ResidualWeights
 from wavepp_worker.model.checkpoint import TensorEntry
-from wavepp_worker.model.delta_kernel import warm_up
 from wavepp_worker.model.delta_layer import DeltaWeights
 from wavepp_worker.model.delta_spec import DeltaSpec
 from wavepp_worker.model.mla import MlaWeights
@@ -28,6 +27,7 @@ from wavepp_worker.model.moe_spec import MoeSpec
 from wavepp_worker.model.qwen3_next import attention_input_order, delta_input_order, delta_inputs
 from wavepp_worker.model.spec import ModelSpec, is_offset_norm, read_tensors, tensor_shapes
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
+from wavepp_worker.model.warm_up import warm_up
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors of this stage)
 
@@ -71,8 +71,7 @@ def load_stage(
         source = SafetensorsSource({name: index[name] for name in shapes})
     builder = _StageBuilder(spec, shapes, source, torch.device(device), progress)
     model = StageModel(spec, first, builder.build(first, stop))
-    if spec.delta is not None and spec.delta.decay_rank == 0 and model.delta_count:
-        warm_up(spec.delta, model.device, getattr(torch, spec.dtype))
+    warm_up(model)
     return model
 
 

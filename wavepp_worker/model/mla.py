@@ -23,10 +23,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from wavepp_worker.model.attention import causal
+from wavepp_worker.model.fused import norm, turn
 from wavepp_worker.model.kv_store import KvStore
-from wavepp_worker.model.metadata import WaveBatch
+from wavepp_worker.model.metadata import AttentionSpan, WaveBatch
 from wavepp_worker.model.mla_spec import MlaSpec
-from wavepp_worker.model.rotary import rotate
+from wavepp_worker.model.split_attention import KEY_ROWS, fits, split_attention
 
 LATENT_EPS = 1e-6  # of the two inner norms, whatever the model's other norms have
 EXPANDED_VALUES_MAX = 1 << 28  # keys and values expanded at a time, of one head at the least
@@ -64,8 +65,8 @@ def latent_attention(
     gates = heads * value_dim * spec.has_gate
     queries = rows_TX.shape[1] - spec.row_dim - gates
     q_TX, rows_TD, gate_TX = torch.split(rows_TX, [queries, spec.row_dim, gates], dim=-1)
-    c_TR = F.rms_norm(rows_TD[:, : spec.kv_rank], (spec.kv_rank,), weights.kv_norm, LATENT_EPS)
-    k_T1P = rotate(rows_TD[:, None, spec.kv_rank :], rotation_T1D)
+    c_TR = norm(rows_TD[:, : spec.kv_rank], weights.kv_norm, LATENT_EPS)
+    k_T1P = turn(rows_TD[:, None, spec.kv_rank :], rotation_T1D)
     rows_T1D = torch.cat((c_TR[:, None], k_T1P), dim=-1)
     store.write(layer, batch.blocks_T, batch.offsets_T, rows_T1D)
     spans = batch.spans
@@ -77,6 +78,11 @@ def latent_attention(
     q_THD = _queries(q_TX, weights, spec, rotation_T1D)
     out_THV = q_THD.new_empty((len(q_THD), heads, value_dim))
     for span in spans:
+        if fits(q_THD[span.rows], value_dim):
+            out_THV[span.rows] = _split(
+                q_THD[span.rows], rows_T1D[span.rows], span, weights, spec, store=store, layer=layer
+            )
+            continue
         if span.fresh is not None:
             rows_SD = rows_T1D[span.fresh, 0]
         else:
@@ -93,11 +99,55 @@ def _queries(
     q_TX: Tensor, weights: MlaWeights, spec: MlaSpec, rotation_T1D: tuple[Tensor, Tensor]
 ) -> Tensor:
     if weights.q_norm is not None and weights.q_up is not None:
-        normed = F.rms_norm(q_TX, weights.q_norm.shape, weights.q_norm, LATENT_EPS)
+        normed = norm(q_TX, weights.q_norm, LATENT_EPS)
         q_TX = F.linear(normed, weights.q_up)
     q_THD = q_TX.view(len(q_TX), len(weights.key_up), spec.key_dim)
-    turned = rotate(q_THD[..., spec.nope_dim :], rotation_T1D)
+    turned = turn(q_THD[..., spec.nope_dim :], rotation_T1D)
     return torch.cat((q_THD[..., : spec.nope_dim], turned), dim=-1)
+
+
+def _split(
+    q_THD: Tensor,
+    rows_T1D: Tensor,
+    span: AttentionSpan,
+    weights: MlaWeights,
+    spec: MlaSpec,
+    *,
+    store: KvStore,
+    layer: int,
+) -> Tensor:
+    """Attend with a chunk's queries in pieces, expanding the prefix piece by piece; [T, H, V]."""
+
+    def prefix(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        (rows_S1D,) = store.rows(layer, span.table_n, start, stop)
+        return _expand(rows_S1D, weights, spec)
+
+    k_THD, v_THV = _expand(rows_T1D, weights, spec)
+    return split_attention(
+        q_THD,
+        k_THD,
+        v_THV,
+        span.keys - len(q_THD),
+        prefix,
+        scale=spec.scale,
+        key_rows_max=expanded_rows_max(q_THD.shape[1], spec),
+    )
+
+
+def expanded_rows_max(heads: int, spec: MlaSpec) -> int:
+    """Return how many latents are expanded at a time, of all heads."""
+    rows = EXPANDED_VALUES_MAX // (heads * (spec.key_dim + spec.value_dim))
+    return max(KEY_ROWS[-1], rows)
+
+
+def _expand(rows_S1D: Tensor, weights: MlaWeights, spec: MlaSpec) -> tuple[Tensor, Tensor]:
+    """Return keys [S, H, D] and values [S, H, V] of latent rows."""
+    c_SR = rows_S1D[:, 0, : spec.kv_rank]
+    k_S1P = rows_S1D[..., spec.kv_rank :]
+    heads = len(weights.key_up)
+    nope_SHn = F.linear(c_SR, weights.key_up.flatten(0, 1)).view(len(c_SR), heads, -1)
+    v_SHV = F.linear(c_SR, weights.value_up.flatten(0, 1)).view(len(c_SR), heads, -1)
+    return torch.cat((nope_SHn, k_S1P.expand(-1, heads, -1)), dim=-1), v_SHV
 
 
 def _expanded(q_THD: Tensor, rows_SD: Tensor, weights: MlaWeights, spec: MlaSpec) -> Tensor:

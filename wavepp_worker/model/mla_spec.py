@@ -61,7 +61,7 @@ def mla_shapes(block: str, spec: MlaSpec, hidden: int, heads: int) -> dict[str, 
 
 
 def half_order(spec: MlaSpec, parts: int, fixed: int) -> list[int]:
-    """Return the order of rows that brings dimension i beside i + rope_dim / 2, as `rotate` turns.
+    """Return the order of rows that brings dimension i beside i + rope_dim / 2, as `turn` turns.
 
     Args:
         parts: the rows are so many parts, each `fixed` rows that stay and `rope_dim` that turn.

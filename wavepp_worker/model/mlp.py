@@ -8,18 +8,14 @@ Near zero SiTU is SiLU; far out it does not grow, so that no activation does.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
+from wavepp_worker.model.fused import bounded_swiglu, swiglu
 from wavepp_worker.model.mlp_spec import SituSpec
 
 
-def gated(gate: Tensor, up: Tensor, situ: SituSpec | None = None) -> Tensor:
-    """Return the activation of two projections of one input, in their type."""
+def gated(gate_up: Tensor, situ: SituSpec | None = None) -> Tensor:
+    """Return the activation of rows that hold both projections, [T, 2 * I] → [T, I]."""
     if situ is None:
-        return F.silu(gate) * up
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    a, b = gate.to(wide), up.to(wide)
-    bounded = situ.gate_max * torch.tanh(a / situ.gate_max) * a.sigmoid()
-    return (bounded * situ.up_max * torch.tanh(b / situ.up_max)).to(gate.dtype)
+        return swiglu(gate_up)
+    return bounded_swiglu(gate_up, situ.gate_max, situ.up_max)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from wavepp_worker.model.fused import combine, norm
 from wavepp_worker.model.mlp import gated
 from wavepp_worker.model.moe_spec import MoeSpec
 
@@ -51,29 +52,37 @@ class LatentWeights:
 
 def experts_forward(x_TC: Tensor, weights: MoeWeights, spec: MoeSpec) -> Tensor:
     """Return the weighted sum of each token's experts, [T, C]."""
+    order_X, stops_E, places_TK, weights_TK = _plan(x_TC, weights, spec)
+    latent = weights.latent
+    z_TZ = x_TC if latent is None else F.linear(x_TC, latent.down)
+    gate_up = grouped_linear(z_TZ[order_X // spec.chosen], weights.gate_up, stops_E)
+    sorted_XZ = grouped_linear(gated(gate_up, spec.situ), weights.down, stops_E)
+    sum_TZ = combine(sorted_XZ, places_TK, weights_TK)
+    if latent is None:
+        return sum_TZ
+    return F.linear(norm(sum_TZ, latent.norm, spec.latent_eps), latent.up)
+
+
+def _plan(
+    x_TC: Tensor, weights: MoeWeights, spec: MoeSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Choose experts and sort the pairs of token and expert by expert.
+
+    Compiled as a whole it took the host three times as long on an H200, 4.5 ms instead of 1.4.
+
+    Returns:
+        The pairs in order, int64 [X]; where each expert's end, int32 [E]; each pair's place in that
+        order, int64 [T, K]; weights, f32 [T, K].
+    """
     logits_TE = F.linear(x_TC.to(weights.router.dtype), weights.router)
     experts_TK, weights_TK = route(logits_TE, weights.selection_bias, spec)
     flat_X = experts_TK.flatten()
     order_X = flat_X.argsort(stable=True)
-    stops_E = torch.searchsorted(
-        flat_X[order_X],
-        torch.arange(spec.experts, device=x_TC.device),
-        right=True,
-        out_int32=True,
-    )
-    latent = weights.latent
-    z_TZ = x_TC if latent is None else F.linear(x_TC, latent.down)
-    rows_XZ = z_TZ[order_X // spec.chosen]
-    gate, up = grouped_linear(rows_XZ, weights.gate_up, stops_E).chunk(2, dim=-1)
-    sorted_XZ = grouped_linear(gated(gate, up, spec.situ), weights.down, stops_E)
-    pairs_XZ = torch.empty_like(sorted_XZ)
-    pairs_XZ[order_X] = sorted_XZ
-    pairs_TKZ = pairs_XZ.view(len(x_TC), spec.chosen, z_TZ.shape[1])
-    sum_TZ = (pairs_TKZ * weights_TK[..., None].to(x_TC.dtype)).sum(dim=1)
-    if latent is None:
-        return sum_TZ
-    normed_TZ = F.rms_norm(sum_TZ, latent.norm.shape, latent.norm, spec.latent_eps)
-    return F.linear(normed_TZ, latent.up)
+    experts_E = torch.arange(logits_TE.shape[1], device=x_TC.device)
+    stops_E = torch.searchsorted(flat_X[order_X], experts_E, right=True, out_int32=True)
+    places_X = torch.empty_like(order_X)
+    places_X[order_X] = torch.arange(len(order_X), device=x_TC.device)
+    return order_X, stops_E, places_X.view(experts_TK.shape), weights_TK
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, spec: MoeSpec) -> tuple[Tensor, Tensor]:
@@ -84,10 +93,10 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, spec: MoeSpec) -> tuple[Tens
         scores_TE = logits_TE.float().sigmoid()
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if spec.groups > 1:
-        ranked_TGe = ranked_TE.view(-1, spec.groups, spec.experts // spec.groups)
+        ranked_TGe = ranked_TE.view(len(ranked_TE), spec.groups, spec.experts // spec.groups)
         best_TG = ranked_TGe.topk(2, dim=-1).values.sum(dim=-1)
         kept = best_TG.topk(spec.groups_kept, dim=-1).indices
-        is_lost_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, kept, value=False)
+        is_lost_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept, value=False)
         ranked_TE = ranked_TGe.masked_fill(is_lost_TG[..., None], -torch.inf).flatten(1)
     experts_TK = ranked_TE.topk(spec.chosen, dim=-1).indices
     weights_TK = scores_TE.gather(1, experts_TK)

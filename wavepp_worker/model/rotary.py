@@ -1,9 +1,5 @@
-"""Rotary positions: angles per position, and turning heads by them.
+"""Rotary positions: the angles per position; `fused` turns heads by them."""
 
-Legend: T tokens, H heads, D head dim, R the part of it that turns.
-"""
-
-# ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
 import math
@@ -12,15 +8,6 @@ import torch
 from torch import Tensor
 
 from wavepp_worker.model.spec import RopeSpec
-
-
-def rotate(x_THD: Tensor, rotation_T1D: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first R dimensions of each head, R twice the width of the rotation's parts."""
-    cos_T1D, sin_T1D = rotation_T1D
-    turning = 2 * cos_T1D.shape[-1]
-    low, high = x_THD[..., :turning].chunk(2, dim=-1)
-    turned = (low * cos_T1D - high * sin_T1D, high * cos_T1D + low * sin_T1D)
-    return torch.cat((*turned, x_THD[..., turning:]), dim=-1)
 
 
 def rotary_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

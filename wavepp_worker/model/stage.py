@@ -22,12 +22,13 @@ from wavepp_worker.base.errors import InvariantError, check
 from wavepp_worker.model.attention import attend
 from wavepp_worker.model.attention_residual import ResidualWeights, Stream
 from wavepp_worker.model.delta_layer import DeltaWeights, delta_layer
+from wavepp_worker.model.fused import norm_and_turn
 from wavepp_worker.model.kv_store import KvStore
 from wavepp_worker.model.metadata import WaveBatch
 from wavepp_worker.model.mla import MlaWeights, latent_attention
 from wavepp_worker.model.mlp import gated
 from wavepp_worker.model.moe import MoeWeights, experts_forward
-from wavepp_worker.model.rotary import rotary_frequencies, rotate
+from wavepp_worker.model.rotary import rotary_frequencies
 from wavepp_worker.model.spec import ModelSpec
 from wavepp_worker.model.state_store import StateStore
 
@@ -167,9 +168,7 @@ class StageModel:
         final = len(weights.layers) - 1 if self.is_last else -1
         for index, layer in enumerate(weights.layers):
             residual, place, is_final = layer.residual, self._places[index], index == final
-            h = self._norm(
-                stream.read(residual.attention if residual else None), layer.attention_norm
-            )
+            h = stream.normed(residual.attention if residual else None, layer.attention_norm)
             if layer.delta is None:
                 mixed = self._attention(
                     layer, h, (cos, sin), batch, store=store, place=place, is_final=is_final
@@ -180,14 +179,14 @@ class StageModel:
                     mixed = mixed[batch.answer_rows_L]
             if is_final:
                 stream.keep(batch.answer_rows_L)
-            added = F.linear(mixed, layer.out, layer.out_bias)
-            stream.add(added, begins_group=self._begins_group(index))
-            h = self._norm(stream.read(residual.ffn if residual else None), layer.ffn_norm)
+            out = F.linear(mixed, layer.out, layer.out_bias)
+            stream.add(out, begins_group=self._begins_group(index))
+            h = stream.normed(residual.ffn if residual else None, layer.ffn_norm)
             stream.add(self._feed_forward(layer, h))
         if weights.norm is None or weights.head is None:
             outputs = {"hidden": stream.sum_TC}
             return outputs | ({"blocks": torch.stack(stream.starts_TC)} if stream.starts_TC else {})
-        x = self._norm(stream.read(weights.output_query), weights.norm)
+        x = stream.normed(weights.output_query, weights.norm)
         return {"logits": F.linear(x, weights.head).float()}
 
     def _begins_group(self, index: int) -> bool:
@@ -226,9 +225,11 @@ class StageModel:
         )
         qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.qk_norm is not None:
-            qk = (self._qk_norm(qk.to(layer.qk_norm.dtype)) * layer.qk_norm).to(qk.dtype)
-        qk = rotate(qk, rotation_T1D)
+        if layer.qk_norm is not None and spec.has_wide_qk_norm:
+            qk = (self._wide_norm(qk) * layer.qk_norm).to(qk.dtype)
+            qk = norm_and_turn(qk, None, rotation_T1D, spec.norm_eps)
+        else:
+            qk = norm_and_turn(qk, layer.qk_norm, rotation_T1D, spec.norm_eps)
         q, k = qk[:, :heads], qk[:, heads:]
         store.write(place, batch.blocks_T, batch.offsets_T, k, v)
         spans = batch.spans
@@ -263,11 +264,9 @@ class StageModel:
             layer=place,
         )
 
-    def _qk_norm(self, qk_THD: Tensor) -> Tensor:
-        """Divide by the root mean square: of each head, or of all of q and of all of k."""
+    def _wide_norm(self, qk_THD: Tensor) -> Tensor:
+        """Divide by the root mean square of all of q and of all of k."""
         spec = self.spec
-        if not spec.has_wide_qk_norm:
-            return F.rms_norm(qk_THD, (spec.head_dim,), None, spec.norm_eps)
         parts = qk_THD[:, : spec.heads], qk_THD[:, spec.heads :]
         return torch.cat(
             [F.rms_norm(part, part.shape[1:], None, spec.norm_eps) for part in parts], 1
@@ -277,8 +276,8 @@ class StageModel:
         """Return what the MLP, or the experts with the shared ones, add to each row."""
         added = None
         if layer.gate_up is not None and layer.down is not None:
-            gate, up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            added = F.linear(gated(gate, up, self.spec.situ), layer.down, layer.down_bias)
+            gate_up = F.linear(h_TC, layer.gate_up, layer.gate_up_bias)
+            added = F.linear(gated(gate_up, self.spec.situ), layer.down, layer.down_bias)
         if layer.moe is not None and layer.moe.shared_gate is not None and added is not None:
             added = added * F.linear(h_TC, layer.moe.shared_gate).sigmoid()
         if layer.moe is not None and self.spec.moe is not None:
@@ -287,10 +286,3 @@ class StageModel:
         if added is None:
             raise InvariantError("a layer has an MLP or experts")
         return added
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return RMSNorm over the last dimension; in f32 throughout if the weight is."""
-        shape, eps = x.shape[-1:], self.spec.norm_eps
-        if weight.dtype != x.dtype:
-            return (F.rms_norm(x.float(), shape, None, eps) * weight).to(x.dtype)
-        return F.rms_norm(x, shape, weight, eps)
