@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_next", {}),
     "next": ("qwen3_next", DENSE),
     "qwen3_5": ("qwen3_5", {}),
+    "kimi": ("kimi_linear", {}),
     # The last layer keeps a state, states are not square, every value head has its own key head.
     "state-last": ("qwen3_next", {
         "layer_types": [
@@ -50,7 +51,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         **DENSE,
     }),
 }  # fmt: skip
-SHAPES = ["next", "state-last"]  # the others differ from "next" in their MLPs or in loading
+SHAPES = ["next", "state-last", "kimi"]  # the others differ from "next" in their MLPs or in loading
 ALL_CUTS = [cut for stages in (1, 2, 3) for cut in cuts_of(5, stages)]
 
 

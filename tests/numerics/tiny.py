@@ -56,6 +56,31 @@ FAMILY_CONFIG: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_5": HYBRID,
+    # Layer 0 has a dense MLP.
+    "kimi_linear": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.4,
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3, 5],
+            "num_heads": 4,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+        },
+    },
     # Layer 0 has a dense MLP; the inner norms have an epsilon of their own.
     "deepseek_v3": {
         "head_dim": None,

@@ -37,6 +37,7 @@ class DeltaWeights:
     decay_bias: Tensor  # f32 [H, G]
     norm: Tensor  # [V]; KDA: f32
     decay_up: Tensor | None = None  # KDA: [H * K, rank]
+    gate_up: Tensor | None = None  # of a gate through a low rank: [H * V, rank]
 
 
 def delta_layer(
@@ -57,8 +58,12 @@ def delta_layer(
     """
     heads, dim = spec.value_heads, spec.value_dim
     mixed_TC, z_TX, beta_TH, raw_TX = torch.split(
-        rows_TX, [spec.channels, heads * dim, heads, spec.decay_rank or heads], dim=-1
+        rows_TX,
+        [spec.channels, spec.gate_rank or heads * dim, heads, spec.decay_rank or heads],
+        dim=-1,
     )
+    if weights.gate_up is not None:
+        z_TX = F.linear(z_TX, weights.gate_up)
     is_kda = weights.decay_up is not None
     beta_TH = (beta_TH.float() if is_kda else beta_TH).sigmoid()
     g_THG = _decay(raw_TX, weights, spec)

@@ -19,6 +19,7 @@ class DeltaSpec(Struct, frozen=True, kw_only=True):
         kernel: width of the convolution over queries, keys and values.
         is_grouped: the checkpoint's input projections lie key head by key head.
         decay_rank: width through which a decay per key channel comes (KDA); 0: one per head (GDN).
+        gate_rank: width through which a KDA layer's output gate comes; 0: at once.
         decay_bound: a decay in log space is above it; None: not bounded.
     """
 
@@ -30,6 +31,7 @@ class DeltaSpec(Struct, frozen=True, kw_only=True):
     kernel: int
     is_grouped: bool = False
     decay_rank: int = 0
+    gate_rank: int = 0
     decay_bound: float | None = None
 
     @property

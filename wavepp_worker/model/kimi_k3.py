@@ -23,12 +23,12 @@ from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.model.delta_spec import DeltaSpec
+from wavepp_worker.model.kimi_linear import NAMES, kda_layers
 from wavepp_worker.model.mla_spec import MlaSpec
 from wavepp_worker.model.mlp_spec import SituSpec
-from wavepp_worker.model.moe_spec import Count, MoeNames, MoeSpec, Width, check_moe
+from wavepp_worker.model.moe_spec import Count, MoeSpec, Width, check_moe
 
 TENSOR_PREFIX: Final = "language_model."  # of the published names; a text-only checkpoint has none
-NAMES: Final = MoeNames(layer="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 class _Linear(Struct, kw_only=True):
@@ -179,17 +179,11 @@ def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
         raise ConfigError(f"{path}: use_full_rank_gate false is not supported")
     if linear.gate_lower_bound >= 0:
         raise ConfigError(f"{path}: gate_lower_bound {linear.gate_lower_bound} is not below 0")
-    if sorted(linear.kda_layers + linear.full_attn_layers) != [
-        *range(1, raw.num_hidden_layers + 1)
-    ]:
-        raise ConfigError(
-            f"{path}: kda_layers and full_attn_layers must name each of "
-            f"{raw.num_hidden_layers} layers once, from 1"
-        )
-    if not linear.kda_layers:
+    layers = kda_layers(linear.kda_layers, linear.full_attn_layers, raw.num_hidden_layers, path)
+    if not layers:
         return None
     return DeltaSpec(
-        layers=tuple(layer - 1 for layer in sorted(linear.kda_layers)),
+        layers=layers,
         key_heads=linear.num_heads,
         value_heads=linear.num_heads,
         key_dim=linear.head_dim,
@@ -198,22 +192,6 @@ def read_delta(tree: dict[str, Any], path: Path) -> DeltaSpec | None:
         decay_rank=linear.head_dim,
         decay_bound=linear.gate_lower_bound,
     )
-
-
-def delta_shapes(block: str, delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of one delta layer, norms and MLP aside."""
-    layer, width = f"{block}.self_attn", delta.value_heads * delta.value_dim
-    return {
-        **{f"{layer}.{part}_proj.weight": (width, hidden) for part in ("q", "k", "v", "g")},
-        **{f"{layer}.{part}_conv1d.weight": (width, 1, delta.kernel) for part in "qkv"},
-        f"{layer}.b_proj.weight": (delta.value_heads, hidden),
-        f"{layer}.f_a_proj.weight": (delta.decay_rank, hidden),
-        f"{layer}.f_b_proj.weight": (width, delta.decay_rank),
-        f"{layer}.A_log": (delta.value_heads,),
-        f"{layer}.dt_bias": (width,),
-        f"{layer}.o_norm.weight": (delta.value_dim,),
-        f"{layer}.o_proj.weight": (hidden, width),
-    }
 
 
 def residual_shapes(block: str, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -293,7 +293,8 @@ class _StageBuilder:
 
     def _channel_delta(self, layer: str, delta: DeltaSpec) -> dict[str, Any]:
         """Return a delta layer with a decay per channel; what it computes in f32 stays f32."""
-        inputs = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "f_a_proj")
+        gate = "g_a_proj" if delta.gate_rank else "g_proj"
+        inputs = ("q_proj", "k_proj", "v_proj", gate, "b_proj", "f_a_proj")
         filters = [f"{layer}.{part}_conv1d.weight" for part in "qkv"]
         bias = self._fused(f"{layer}.dt_bias", dtype=torch.float32)
         return {
@@ -304,10 +305,11 @@ class _StageBuilder:
             "out_bias": None,
             "delta": DeltaWeights(
                 convolution=self._fused(*filters, dtype=torch.float32)[:, 0],
-                a_log=self._fused(f"{layer}.A_log", dtype=torch.float32),
+                a_log=self._fused(f"{layer}.A_log", dtype=torch.float32).flatten(),
                 decay_bias=bias.view(delta.value_heads, -1),
                 norm=self._fused(f"{layer}.o_norm.weight", dtype=torch.float32),
                 decay_up=self._weight([f"{layer}.f_b_proj"]),
+                gate_up=self._weight([f"{layer}.g_b_proj"]) if delta.gate_rank else None,
             ),
         }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -20,7 +21,7 @@ from msgspec import Meta, Struct
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import ceil_div
 from wavepp_worker.config.derive import ModelFacts
-from wavepp_worker.model import deepseek_v3, kimi_k3, minimax_m2, qwen3_moe, qwen3_next
+from wavepp_worker.model import deepseek_v3, kimi_k3, kimi_linear, minimax_m2, qwen3_moe, qwen3_next
 from wavepp_worker.model.checkpoint import (
     TensorEntry,
     check_tensors,
@@ -42,6 +43,7 @@ Family = Literal[
     "deepseek_v3",
     "qwen3_next",
     "qwen3_5",
+    "kimi_linear",
     "kimi_k3",
 ]
 HYBRIDS: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
@@ -54,6 +56,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiLinearForCausalLM": "kimi_linear",
     "KimiK3ForConditionalGeneration": "kimi_k3",
 }
 # Of the families whose head size does not default to hidden / heads.
@@ -207,6 +210,8 @@ def read_spec(folder: str | Path, dtype: str = "auto") -> ModelSpec:
     family = _family(tree, path)
     if family == "kimi_k3":
         tree = kimi_k3.text_part(tree)
+    if family == "kimi_linear" and "model_max_length" in tree:
+        tree = {"max_position_embeddings": tree["model_max_length"], **tree}
     try:
         raw = msgspec.convert(tree, _Checkpoint)
     except msgspec.ValidationError as error:
@@ -264,6 +269,8 @@ def read_tensors(
         ConfigError: a tensor is missing or misshapen, or a shard is truncated.
     """
     index = strip_prefix(read_index(model_folder(folder)), kimi_k3.TENSOR_PREFIX)
+    if spec.family == "kimi_linear":
+        index = {kimi_linear.published_name(name): entry for name, entry in index.items()}
     check_tensors(index, tensor_shapes(spec, first, stop), may_be_longer=is_padded)
     return index
 
@@ -305,8 +312,8 @@ def tensor_shapes(spec: ModelSpec, first: int, stop: int) -> dict[str, tuple[int
         block = f"model.layers.{layer}"
         shapes[f"{block}.input_layernorm.weight"] = (spec.hidden,)
         if spec.delta is not None and layer in spec.delta_layers:
-            family = kimi_k3 if spec.family == "kimi_k3" else qwen3_next
-            shapes |= family.delta_shapes(block, spec.delta, spec.hidden)
+            names = kimi_linear if spec.delta.decay_rank else qwen3_next
+            shapes |= names.delta_shapes(block, spec.delta, spec.hidden)
         elif spec.mla is not None:
             shapes |= mla_shapes(block, spec.mla, spec.hidden, spec.heads)
         else:
@@ -384,31 +391,32 @@ def _refuse_unsupported(raw: _Checkpoint, path: Path, family: Family) -> None:
 
 
 def _moe(family: Family, tree: dict[str, Any], path: Path) -> MoeSpec | None:
-    if family == "qwen3_moe":
-        return qwen3_moe.read_moe(tree, path)
-    if family == "minimax_m2":
-        return minimax_m2.read_moe(tree, path)
-    if family == "qwen3_next":
-        return qwen3_next.read_moe(tree, path)
-    if family == "deepseek_v3":
-        return deepseek_v3.read_moe(tree, path)
-    if family == "kimi_k3":
-        return kimi_k3.read_moe(tree, path)
-    return None
+    readers: dict[Family, Callable[[dict[str, Any], Path], MoeSpec | None]] = {
+        "qwen3_moe": qwen3_moe.read_moe,
+        "minimax_m2": minimax_m2.read_moe,
+        "qwen3_next": qwen3_next.read_moe,
+        "deepseek_v3": deepseek_v3.read_moe,
+        "kimi_linear": kimi_linear.read_moe,
+        "kimi_k3": kimi_k3.read_moe,
+    }
+    return readers[family](tree, path) if family in readers else None
 
 
 def _mla(family: Family, tree: dict[str, Any], path: Path) -> MlaSpec | None:
-    if family == "deepseek_v3":
-        return deepseek_v3.read_mla(tree, path)
-    return kimi_k3.read_mla(tree, path) if family == "kimi_k3" else None
+    readers: dict[Family, Callable[[dict[str, Any], Path], MlaSpec]] = {
+        "deepseek_v3": deepseek_v3.read_mla,
+        "kimi_linear": kimi_linear.read_mla,
+        "kimi_k3": kimi_k3.read_mla,
+    }
+    return readers[family](tree, path) if family in readers else None
 
 
 def _delta(family: Family, tree: dict[str, Any], path: Path) -> DeltaSpec | None:
-    if family == "kimi_k3":
-        return kimi_k3.read_delta(tree, path)
-    if family not in HYBRIDS:
-        return None
-    return qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
+    if family in HYBRIDS:
+        return qwen3_next.read_delta(tree, path, is_next=family == "qwen3_next")
+    if family == "kimi_linear":
+        return kimi_linear.read_delta(tree, path)
+    return kimi_k3.read_delta(tree, path) if family == "kimi_k3" else None
 
 
 def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSpec:
@@ -429,8 +437,8 @@ def _rope(raw: _Checkpoint, path: Path, head_dim: int, family: Family) -> RopeSp
     elif family in HYBRIDS:
         fraction = raw.partial_rotary_factor or qwen3_next.ROTARY_FRACTION
         fraction = scaling.get("partial_rotary_factor", fraction)
-    elif family == "kimi_k3":
-        fraction = 0.0
+    elif family in ("kimi_linear", "kimi_k3"):
+        fraction = 0.0  # no positions
     elif scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor is not supported")
     fields = {
