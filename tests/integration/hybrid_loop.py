@@ -1,7 +1,7 @@
 """The production LOOP process of a hybrid model; only the hand-off is not production's.
 
-Run by the supervisor in place of `wavepp_worker.runtime.loop_process`, because the hold desk does
-not carry states yet: here a hold ends as soon as it is opened.
+Run by the supervisor in place of `wavepp_worker.runtime.loop_process`, where no decode worker
+reads: here a hold ends as soon as it is opened.
 """
 
 from __future__ import annotations

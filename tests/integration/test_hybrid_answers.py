@@ -42,6 +42,7 @@ INTERVAL = 64
         ("qwen3_5", 2),
         ("qwen3_next", 2),
         ("qwen3_next", 3),
+        ("kimi_linear", 2),
         ("kimi_k3", 2),
         pytest.param("kimi_k3", 3, marks=pytest.mark.slow),
     ],
@@ -87,6 +88,36 @@ async def test_answers_equal_the_reference(tmp_path: Path, family: str, stages: 
             f"every stage computed only the suffixes: {computed} tokens; "
             f"saw {per_rank(port, 'wavepp_tokens_computed_total')}",
         )
+
+
+async def test_stages_that_keep_unlike_many_snapshots_agree(tmp_path: Path) -> None:
+    """FS-35: stage 0 has room for two snapshots beside its requests, stage 1 for many."""
+    folder = tmp_path / "model"
+    make_tiny_model(folder, "kimi_linear", seed=4)
+    answer_to = greedy_of(folder, "kimi_linear")
+    cache = {"snapshot_interval_tokens": INTERVAL, "state_slots": [4, 40]}
+    config = prefill_config(folder, 2, cache=cache, admission={"batch_requests_max": 2})
+    prompts = [prompt_of(5 * INTERVAL + 7 * index, seed=index) for index in range(3)]
+    port = free_port()
+    with deployment(tmp_path) as deploy:
+        deploy.prefill(config, DYN_SYSTEM_PORT=str(port))
+        deploy.decode(decode_config(folder))
+        async with pipeline(deploy) as pipe:
+            reused = []
+            for turn in range(3):
+                for index, prompt in enumerate(prompts):
+                    answer, cached = await pipe.generate(prompt, ANSWER)
+                    assert answer == answer_to(prompt, ANSWER), (turn, index)
+                    reused.append((turn, index, cached))
+                    prompts[index] = prompt + answer + prompt_of(20, seed=100 * turn + index)
+            # The same prompt twice in a row: its newest snapshot is on both stages.
+            _, cached = await pipe.generate(prompts[0], ANSWER)
+            answer, again = await pipe.generate(prompts[0], ANSWER)
+            assert answer == answer_to(prompts[0], ANSWER)
+            assert again == (len(prompts[0]) - 1) // BLOCK * BLOCK
+            assert min(cached for turn, _, cached in reused if turn) < 5 * INTERVAL, reused
+        evicted = per_rank(port, "wavepp_evicted_blocks_total")
+        assert evicted[0] > 0 == evicted[1], evicted
 
 
 def greedy_of(folder: Path, family: str) -> Callable[[list[int], int], list[int]]:

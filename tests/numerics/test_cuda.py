@@ -60,7 +60,7 @@ def test_cuda_stages_with_experts_equal_transformers(tmp_path: Path, family: str
         torch.testing.assert_close(got, want[ends], **TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "kimi_linear"])
 def test_cuda_stages_with_states_equal_transformers(tmp_path: Path, family: str) -> None:
     """In chunks, and resumed from a snapshot that was in host memory meanwhile."""
     folder = make_tiny_model(tmp_path, family, seed=3)
@@ -84,8 +84,9 @@ def test_cuda_stages_with_states_equal_transformers(tmp_path: Path, family: str)
     torch.testing.assert_close(pipeline.run([chunk]).cpu(), want[[192]], **TOLERANCE)
 
 
+@pytest.mark.parametrize("decays", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 63, 200, 1024])
-def test_the_delta_kernel_computes_what_plain_torch_does(tokens: int) -> None:
+def test_the_delta_kernels_compute_what_plain_torch_does(tokens: int, decays: int) -> None:
     """fla-core in bf16 against fp64 on the same rounded inputs, states in fp32."""
     pytest.importorskip("fla")
     heads, keys, values = 4, 128, 128
@@ -95,7 +96,7 @@ def test_the_delta_kernel_computes_what_plain_torch_does(tokens: int) -> None:
         return torch.randn(*shape, generator=generator).cuda().bfloat16()
 
     q, k, v = draw(tokens, heads, keys), draw(tokens, heads, keys), draw(tokens, heads, values)
-    g = -torch.rand(tokens, heads, 1, generator=generator).cuda()
+    g = -torch.rand(tokens, heads, decays, generator=generator).cuda()
     beta = draw(tokens, heads).sigmoid()
     state = torch.randn(heads, keys, values, generator=generator).cuda() / 16
     before = state.clone()

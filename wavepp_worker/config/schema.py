@@ -84,9 +84,9 @@ class CacheConfig(Section, frozen=True):
     being computed again.  0: none.  Pinned memory on CUDA."""
     snapshot_interval_tokens: PositiveInt | None = None
     """Recurrent layers keep their state so often, and at the last block; default: M."""
-    state_slots: PositiveInt | None = None
-    """States that a stage with recurrent layers keeps, running requests and snapshots alike;
-    default: K and twice as many as the cache has snapshot intervals."""
+    state_slots: PositiveInt | tuple[PositiveInt, ...] | None = None
+    """States that a stage with recurrent layers keeps, running requests and snapshots alike; one
+    number, or one per stage.  Default: K and twice as many as the cache has snapshot intervals."""
     floor_fraction: Fraction = 0.10
     """Share of a pool that leases and escrows leave alone.  [algorithms 7.3]"""
     floor_headroom_fraction: Fraction = 0.25
@@ -264,6 +264,12 @@ class Config(Section, frozen=True):
             raise ValueError(
                 f"model.stage_layers has {len(self.model.stage_layers)} entries "
                 f"for cluster.stages = {self.cluster.stages}"
+            )
+        slots = self.cache.state_slots
+        if isinstance(slots, tuple) and len(slots) != self.cluster.stages:
+            raise ValueError(
+                f"cache.state_slots has {len(slots)} entries for cluster.stages = "
+                f"{self.cluster.stages}"
             )
         if self.cache.device_tokens is not None and self.cache.device_tokens < 2 * blocks:
             raise ValueError("cache.device_tokens must hold at least two blocks")

@@ -7,9 +7,10 @@ device, has the same ones.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import safe_open
@@ -29,6 +30,7 @@ from wavepp_worker.model.spec import ModelSpec, is_offset_norm, read_tensors, te
 from wavepp_worker.model.stage import LayerWeights, StageModel, StageWeights
 from wavepp_worker.model.warm_up import warm_up
 
+DUMMY_NUMBERS: Final = 4_194_301  # prime, so that no width divides it: no two rows are alike
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors of this stage)
 
 
@@ -93,20 +95,28 @@ class SafetensorsSource:
 
 
 class DummySource:
-    """Random weights that keep activations near one: unit norms, matrices scaled by fan-in."""
+    """Random weights that keep activations near one: unit norms, matrices scaled by fan-in.
+
+    Tensors are cut from one bank of normal numbers, each from a place of its own: drawing every
+    weight of a large model anew takes minutes.
+    """
 
     def __init__(self, seed: int, offset_norms: Container[str] = ()) -> None:
         self._seed = seed
         self._offset_norms = offset_norms
+        self._bank = torch.randn(DUMMY_NUMBERS, generator=torch.Generator().manual_seed(seed))
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of this name; equal for equal seed, name and shape."""
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if name in self._offset_norms else 1.0)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        start = int.from_bytes(digest[:8], "little") % DUMMY_NUMBERS
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
-        return torch.empty(shape).normal_(std=scale, generator=generator)
+        count = math.prod(shape)
+        rounds = (start + count - 1) // DUMMY_NUMBERS
+        numbers = torch.cat((self._bank[start:], *[self._bank] * rounds))[:count]
+        return numbers.view(shape) * scale
 
 
 class _StageBuilder:

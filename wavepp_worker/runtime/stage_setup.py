@@ -245,8 +245,9 @@ def state_slots(boot: Boot, rank: Rank, blocks: int) -> int:
     config, plan = boot.config, boot.plan
     if not plan.stages[rank].state_bytes:
         return 0
-    if config.cache.state_slots is not None:
-        return config.cache.state_slots
+    slots = config.cache.state_slots
+    if slots is not None:
+        return slots if isinstance(slots, int) else slots[rank]
     return config.admission.batch_requests_max + _snapshots(boot, blocks * plan.block_tokens)
 
 
