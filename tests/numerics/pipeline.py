@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -124,6 +127,25 @@ def _of_stage(chunk: WaveChunk, stage: StageModel) -> WaveChunk:
     )
 
 
+@contextmanager
+def _without_fla() -> Iterator[None]:
+    """Keep transformers from fla-core's kernels, which it would call with tensors of the CPU.
+
+    It looks for them once, while it imports a model's module.
+    """
+    from transformers.utils import import_utils
+
+    hidden = sys.modules.get("fla")
+    sys.modules["fla"] = None  # type: ignore[assignment]  # what makes an import fail
+    try:
+        with patch.object(import_utils, "is_flash_linear_attention_available", lambda: False):
+            yield
+    finally:
+        del sys.modules["fla"]
+        if hidden is not None:
+            sys.modules["fla"] = hidden
+
+
 class Oracle:
     """transformers on the CPU, eager attention, one shot, no cache."""
 
@@ -135,9 +157,10 @@ class Oracle:
         if rotary_dim and "partial_rotary_factor" not in config.rope_parameters:
             # MiniMax-M2: published checkpoints have this field, and transformers 5.17 ignores it.
             config.rope_parameters["partial_rotary_factor"] = rotary_dim / config.head_dim
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(folder), config=config, dtype=dtype, attn_implementation="eager"
-        ).eval()
+        with _without_fla():
+            self._model = AutoModelForCausalLM.from_pretrained(
+                str(folder), config=config, dtype=dtype, attn_implementation="eager"
+            ).eval()
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ Used twice: the serving process reads `ModelFacts` (and refuses an unusable fold
 starts), every LOOP reads the `ModelSpec` from which it builds its stage.  Supported are dense
 decoders with grouped-query attention, Llama, Qwen2 and Qwen3; Qwen3-MoE and MiniMax-M2, whose
 layers have experts; DeepSeek-V3, whose attention caches latents; Qwen3-Next and Qwen3.5 (text),
-most of whose layers are linear attention; Kimi K3 (text).
+most of whose layers are linear attention; Kimi Linear, and Kimi K3 (text).
 """
 
 from __future__ import annotations
