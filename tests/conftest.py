@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell without job control starts background jobs, and so their children, with SIGINT ignored:
+# tests that send it would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PLANE_SETTINGS = ("DYN_", "ETCD_", "NATS_")
 
