@@ -117,6 +117,10 @@ def as_text(config: Config, sizing: Sizing) -> str:
         rows.append(("host tier", sizing.host_tokens, size))
     if sizing.host_tokens_max is not None:
         rows.append(("host max", sizing.host_tokens_max, "tokens per stage fit --host-memory"))
+    for index, stage in enumerate(sizing.stages):
+        if stage.state_slots:
+            what = f"states of {stage.state_bytes / 2**20:.1f} MiB: requests and snapshots"
+            rows.append((f"stage {index}", stage.state_slots, what))
     lines += ["", *(f"{name:9} {value:13,}  {text}" for name, value, text in rows)]
     if sizing.headroom_tokens >= sizing.cache_tokens:
         lines += ["", "note: the headroom is larger than the cache, so every prompt is admitted "

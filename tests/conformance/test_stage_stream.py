@@ -85,7 +85,7 @@ def open_pipeline(
 ) -> list[Stream]:
     torch.set_num_threads(1)
     spec = read_spec(folder)
-    counts = balanced_layers(LAYERS, stages)
+    counts = balanced_layers((1,) * LAYERS, stages)
     store, address = open_store("127.0.0.1", timeout_s=30.0)
     streams: list[Stream | None] = [None] * stages
 

@@ -1,4 +1,4 @@
-"""What a stage must compute, and how fast the device does it at best: the floor of a wave's time.
+"""How fast a device computes what a stage must, at best: the floor of a wave's time.
 
     floor = dense products / rate + experts' products / rate + attention / rate + state / rate
 
@@ -9,7 +9,6 @@ the floor: they are what the gap between floor and time consists of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,24 +18,13 @@ from msgspec import Struct
 
 from wavepp_worker.model.attention import causal
 from wavepp_worker.model.moe import grouped_linear
-from wavepp_worker.model.spec import ModelSpec, tensor_shapes
+from wavepp_worker.model.spec import ModelSpec
 from wavepp_worker.model.split_attention import fits, run_cudnn
+from wavepp_worker.model.work import Work
 
 SECONDS = 0.5  # of each, about
 ROWS = 16_384
 _cuda: Any = torch.cuda  # Event has no type annotations
-# Multiplications and additions of a linear-attention state per token, head and entry: decay, read
-# for the correction, correct, read for the output, and their share of a chunk's triangular solve.
-STATE_FLOP = 9
-
-
-class Work(Struct, frozen=True, kw_only=True):
-    """What layers must compute.  In floating-point operations."""
-
-    dense_token: int  # projections, MLPs, shared experts, recurrent states
-    expert_token: int  # chosen experts
-    pair: int  # per query and key that it sees, of attention layers
-    expand_token: int  # per token of context: latents to keys and values
 
 
 class Ceilings(Struct, frozen=True, kw_only=True):
@@ -56,34 +44,6 @@ class Ceilings(Struct, frozen=True, kw_only=True):
             (work.pair * pairs, self.attention),
         )
         return sum(flop / rate for flop, rate in parts if flop) / 1e12
-
-
-def count_work(spec: ModelSpec, first: int, stop: int) -> Work:
-    """Return the work of layers [first, stop), neither embedding nor head among them."""
-    dense = experts = 0
-    for name, shape in tensor_shapes(spec, first, stop).items():
-        if len(shape) != 2 or name.startswith(("model.embed", "lm_head")):
-            continue
-        if ".experts." in name:
-            experts += math.prod(shape)
-        elif "kv_b_proj" not in name:
-            dense += math.prod(shape)
-    attention_layers = sum(layer not in spec.delta_layers for layer in range(first, stop))
-    states = 0
-    if spec.delta is not None:
-        state = spec.delta.value_heads * spec.delta.key_dim * spec.delta.value_dim
-        states = STATE_FLOP * state * (stop - first - attention_layers)
-    key, value, expand = spec.head_dim, spec.head_dim, 0
-    if spec.mla is not None:
-        key, value = spec.mla.key_dim, spec.mla.value_dim
-        expand = 2 * spec.mla.kv_rank * spec.heads * (spec.mla.nope_dim + value)
-    chosen = spec.moe.chosen / spec.moe.experts if spec.moe is not None else 0
-    return Work(
-        dense_token=2 * dense + states,
-        expert_token=round(2 * experts * chosen),
-        pair=2 * spec.heads * (key + value) * attention_layers,
-        expand_token=expand * attention_layers,
-    )
 
 
 def measure_ceilings(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ceilings:

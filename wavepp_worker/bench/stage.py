@@ -24,12 +24,13 @@ from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.bench.ceilings import Ceilings, count_work, measure_ceilings
+from wavepp_worker.bench.ceilings import Ceilings, measure_ceilings
 from wavepp_worker.executor.ports import ChunkState, WaveChunk
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.metadata import build_batch
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.model.stage import StageModel
+from wavepp_worker.model.work import count_work
 
 
 class StageOptions(Struct, frozen=True, kw_only=True):

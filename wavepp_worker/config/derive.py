@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
 from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.base.units import align_down, ceil_div
 from wavepp_worker.config.schema import Config
 
+SNAPSHOTS_PER_INTERVAL = 2  # of cached tokens: prompts also keep one at their last block
 HOST_FRACTION = 0.9  # of available memory: more for host tiers would fail later, in service
 
 
@@ -27,6 +32,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     fingerprint: str  # names the weights and the cache format; equal on every worker of this model
     delta_layers: tuple[int, ...] = ()  # indices of those that keep a state instead of blocks
     state_layer_bytes: int = 0  # of one such layer in one slot
+    layer_costs: tuple[int, ...] = ()  # what each computes per token, in any unit; (): all alike
 
 
 class StagePlan(Struct, frozen=True, kw_only=True):
@@ -54,23 +60,56 @@ class Plan(Struct, frozen=True, kw_only=True):
     fingerprint: str
 
 
-def refuse_states(facts: ModelFacts) -> None:
-    """Refuse a model with recurrent states where only blocks are reckoned with.
+def balanced_layers(costs: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Return layers per stage: no stage's cost is larger than it must be, and the rest are even.
 
-    Raises:
-        ConfigError: it has linear-attention layers.
+    Of equally good cuts, the one whose first stages have more layers: the last one owns the head.
+
+    Args:
+        costs: of each layer; at least as many as stages.
     """
-    if facts.delta_layers:
-        raise ConfigError(
-            f"{facts.family}: {len(facts.delta_layers)} of {facts.layers} layers keep a recurrent "
-            "state, which is not part of this arithmetic yet"
+    count = len(costs)
+    sums = [0, *accumulate(costs)]
+    # slowest[s][i]: least possible cost of the slowest of s stages that share layers i and later.
+    slowest = [[0 if i == count else math.inf for i in range(count + 1)]]
+    for _ in range(stages):
+        later = slowest[-1]
+        slowest.append(
+            [
+                min(
+                    (max(sums[j] - sums[i], later[j]) for j in range(i + 1, count + 1)),
+                    default=math.inf,
+                )
+                for i in range(count + 1)
+            ]
         )
+    limit = slowest[stages][0]
+    # uneven[s][i]: least sum of squares, no stage above the limit.
+    uneven: list[list[float]] = [[0 if i == count else math.inf for i in range(count + 1)]]
+    for _ in range(stages):
+        uneven.append([_least(sums, uneven[-1], i, limit) for i in range(count + 1)])
+    layers, first = [], 0
+    for left in range(stages, 0, -1):
+        stop = max(
+            j
+            for j in range(first + 1, count + 1)
+            if sums[j] - sums[first] <= limit
+            and (sums[j] - sums[first]) ** 2 + uneven[left - 1][j] == uneven[left][first]
+        )
+        layers.append(stop - first)
+        first = stop
+    return tuple(layers)
 
 
-def balanced_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return layers per stage, balanced; the last stages, which own the head, get fewer."""
-    base, extra = divmod(layers, stages)
-    return tuple(base + (1 if stage < extra else 0) for stage in range(stages))
+def _least(sums: Sequence[int], later: Sequence[float], first: int, limit: float) -> float:
+    return min(
+        (
+            (sums[stop] - sums[first]) ** 2 + later[stop]
+            for stop in range(first + 1, len(sums))
+            if sums[stop] - sums[first] <= limit
+        ),
+        default=math.inf,
+    )
 
 
 def blocks_in(free_bytes: int, fraction: float, block_bytes: int, fixed_bytes: int = 0) -> int:
@@ -80,6 +119,37 @@ def blocks_in(free_bytes: int, fraction: float, block_bytes: int, fixed_bytes: i
         fixed_bytes: of that share, what something else takes; a stage may have empty blocks.
     """
     return (int(free_bytes * fraction) - fixed_bytes) // max(1, block_bytes)
+
+
+def state_slots(config: Config, plan: Plan, stage: int, blocks: int) -> int:
+    """Return how many states a stage keeps beside `blocks` blocks; 0 without recurrent layers.
+
+    A slot for each of K requests, and for every interval of the cache the snapshot at its end and
+    one at the end of a prompt.
+    """
+    if not plan.stages[stage].state_bytes:
+        return 0
+    slots = config.cache.state_slots
+    if slots is not None:
+        return slots if isinstance(slots, int) else slots[stage]
+    return config.admission.batch_requests_max + snapshots_in(plan, blocks * plan.block_tokens)
+
+
+def snapshots_in(plan: Plan, tokens: int) -> int:
+    """Return how many snapshots so many cached tokens have."""
+    return ceil_div(SNAPSHOTS_PER_INTERVAL * tokens, plan.snapshot_interval_tokens)
+
+
+def block_and_fixed_bytes(config: Config, plan: Plan, stage: int) -> tuple[int, int]:
+    """Return what one more block costs a stage, its share of the states included, and the rest."""
+    sizes = plan.stages[stage]
+    fixed_bytes = state_slots(config, plan, stage, 0) * sizes.state_bytes
+    if config.cache.state_slots is not None or not sizes.state_bytes:
+        return sizes.block_bytes, fixed_bytes
+    share = SNAPSHOTS_PER_INTERVAL * plan.block_tokens * sizes.state_bytes
+    block_bytes = sizes.block_bytes + ceil_div(share, plan.snapshot_interval_tokens)
+    # Rounding up costs the pool of states a slot at most.
+    return block_bytes, fixed_bytes + sizes.state_bytes
 
 
 def derive(config: Config, facts: ModelFacts) -> Plan:
@@ -93,7 +163,9 @@ def derive(config: Config, facts: ModelFacts) -> Plan:
         raise ConfigError(
             f"cluster.stages ({stages}): the model's {facts.layers} layers cannot be cut so often"
         )
-    counts = config.model.stage_layers or balanced_layers(facts.layers, stages)
+    counts = config.model.stage_layers or balanced_layers(
+        facts.layer_costs or (1,) * facts.layers, stages
+    )
     if sum(counts) != facts.layers or min(counts) < 1:
         raise ConfigError(
             f"model.stage_layers {list(counts)}: must be {stages} positive numbers that add up "

@@ -14,18 +14,20 @@ import msgspec
 from msgspec import Struct
 
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.base.units import align_down
+from wavepp_worker.base.units import align_down, ceil_div
 from wavepp_worker.cache.floors import floor_blocks
 from wavepp_worker.config.derive import (
     HOST_FRACTION,
+    SNAPSHOTS_PER_INTERVAL,
     ModelFacts,
     Plan,
+    block_and_fixed_bytes,
     blocks_in,
     derive,
-    refuse_states,
+    state_slots,
 )
 from wavepp_worker.config.schema import Config
-from wavepp_worker.model.spec import DTYPE_BYTES, ModelSpec, tensor_shapes
+from wavepp_worker.model.spec import DTYPE_BYTES, ModelSpec, is_offset_norm, tensor_shapes
 
 
 class StageSize(Struct, frozen=True, kw_only=True):
@@ -37,6 +39,8 @@ class StageSize(Struct, frozen=True, kw_only=True):
     free_bytes: int  # after weights and reserve
     token_bytes: int  # cache of one token
     cache_tokens: int
+    state_bytes: int = 0  # of one recurrent state, running request or snapshot; 0: none is kept
+    state_slots: int = 0
 
 
 class Sizing(Struct, frozen=True, kw_only=True):
@@ -72,7 +76,6 @@ def size_worker(
     Raises:
         ConfigError: the model cannot be cut so, or weights or cache do not fit; says what would.
     """
-    refuse_states(facts)  # their bytes are not part of this arithmetic yet
     plan = derive(config, facts)
     fraction, chosen = config.cache.device_fraction, config.cache.device_tokens
     block, stages = plan.block_tokens, []
@@ -82,18 +85,20 @@ def size_worker(
     for index, stage in enumerate(plan.stages):
         weights = weights_bytes(spec, stage.first, stage.stop)
         free = room - weights
-        blocks = blocks_in(max(0, free), fraction, stage.block_bytes)
+        block_bytes, fixed = block_and_fixed_bytes(config, plan, index)
+        blocks = blocks_in(max(0, free), fraction, block_bytes, fixed)
         if blocks < 2:
+            states = f" and its states {fixed}" if fixed else ""
             raise ConfigError(
                 f"stage {index} (layers {stage.first} to {stage.stop - 1}): weights take {weights} "
-                f"bytes and two cache blocks {2 * stage.block_bytes}, but {room} are there; "
+                f"bytes, two cache blocks {2 * block_bytes}{states}, but {room} are there; "
                 f"{_advice(config, spec, facts, room)}"
             )
         if chosen is not None:
-            if (chosen // block) * stage.block_bytes > free:
+            if chosen // block * block_bytes + fixed > free:
                 raise ConfigError(
                     f"cache.device_tokens ({chosen}): stage {index} has room for "
-                    f"{free // stage.block_bytes * block} tokens"
+                    f"{max(0, free - fixed) // block_bytes * block} tokens"
                 )
             blocks = chosen // block
         stages.append(
@@ -104,18 +109,40 @@ def size_worker(
                 free_bytes=free,
                 token_bytes=stage.block_bytes // block,
                 cache_tokens=blocks * block,
+                state_bytes=stage.state_bytes,
+                state_slots=state_slots(config, plan, index, blocks),
             )
         )
     return _sizing(config, spec, plan, tuple(stages), host_memory_bytes)
 
 
 def weights_bytes(spec: ModelSpec, first: int, stop: int) -> int:
-    """Return what the weights of a stage with layers [first, stop) take."""
-    shapes = tensor_shapes(spec, first, stop).values()
-    elements = sum(math.prod(shape) for shape in shapes)
-    if spec.has_qk_norm:  # kept once per head, so that one kernel call does all heads
-        elements += (stop - first) * (spec.heads + spec.kv_heads - 2) * spec.head_dim
-    return elements * DTYPE_BYTES[spec.dtype]
+    """Return what the weights of a stage with layers [first, stop) take, as `load` keeps them."""
+    size = DTYPE_BYTES[spec.dtype]
+    total = 0
+    for name, shape in tensor_shapes(spec, first, stop).items():
+        copies = 1
+        if name.endswith("_res_proj.weight"):
+            copies = 0  # multiplied into the norm beside it
+        elif spec.has_qk_norm and not spec.has_wide_qk_norm:
+            # Once per head, so that one kernel call does all heads.
+            if name.endswith("self_attn.q_norm.weight"):
+                copies = spec.heads
+            elif name.endswith("self_attn.k_norm.weight"):
+                copies = spec.kv_heads
+        total += copies * math.prod(shape) * (4 if _is_wide(spec, name) else size)
+    return total
+
+
+def _is_wide(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor is kept in fp32 whatever the model's type, where 16 bits lose too much."""
+    moe, delta = spec.moe, spec.delta
+    ends = [".A_log", ".dt_bias", "e_score_correction_bias", "_res_norm.weight"]
+    if moe is not None and moe.scores == "sigmoid":
+        ends.append(f".{moe.names.layer}.{moe.names.router}.weight")
+    if delta is not None and delta.decay_rank:
+        ends += ["_conv1d.weight", ".o_norm.weight"]
+    return name.endswith(tuple(ends)) or is_offset_norm(spec, name)
 
 
 def _sizing(
@@ -127,7 +154,14 @@ def _sizing(
 ) -> Sizing:
     block = plan.block_tokens
     cache = min(stage.cache_tokens for stage in stages)
-    row_bytes = sum(stage.block_bytes for stage in plan.stages)  # a block on every stage
+    # A block on every stage, with what it adds to the snapshots of a host tier.
+    row_bytes = sum(
+        stage.block_bytes
+        + ceil_div(
+            SNAPSHOTS_PER_INTERVAL * block * stage.state_bytes, plan.snapshot_interval_tokens
+        )
+        for stage in plan.stages
+    )
     floor = floor_blocks(cache // block, plan.floor_fraction, plan.floor_headroom_blocks) * block
     host_max = None
     if host_memory_bytes is not None:
@@ -164,8 +198,8 @@ def _advice(config: Config, spec: ModelSpec, facts: ModelFacts, room_bytes: int)
         plan = derive(more, facts)
         if all(
             room_bytes - weights_bytes(spec, stage.first, stage.stop)
-            > 2 * stage.block_bytes / config.cache.device_fraction
-            for stage in plan.stages
+            > (2 * sum(block_and_fixed_bytes(more, plan, index))) / config.cache.device_fraction
+            for index, stage in enumerate(plan.stages)
         ):
             return f"--gpus {stages} would do"
     return "no number of stages would do"

@@ -170,6 +170,8 @@ def read_facts(
     Raises:
         ConfigError: no folder, no config.json, unsupported model, missing or truncated weights.
     """
+    from wavepp_worker.model.work import layer_costs  # which counts by the shapes below
+
     spec = read_spec(folder, dtype)
     if load_format == "dummy":
         weights = f"dummy:{seed}".encode()
@@ -192,6 +194,7 @@ def read_facts(
         dtype_bytes=DTYPE_BYTES[spec.dtype],
         fingerprint=identity.hexdigest()[:32],
         delta_layers=spec.delta_layers,
+        layer_costs=layer_costs(spec),
         state_layer_bytes=spec.delta.layer_bytes(DTYPE_BYTES[spec.dtype]) if spec.delta else 0,
     )
 

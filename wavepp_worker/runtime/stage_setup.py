@@ -17,7 +17,13 @@ import torch
 from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
 from wavepp_worker.base.types import LEADER, Rank
 from wavepp_worker.base.units import ceil_div
-from wavepp_worker.config.derive import HOST_FRACTION, blocks_in
+from wavepp_worker.config.derive import (
+    HOST_FRACTION,
+    block_and_fixed_bytes,
+    blocks_in,
+    snapshots_in,
+    state_slots,
+)
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
@@ -34,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_FRACTION = 0.25  # of the memory that is free now, shared by all stages of this host
 CPU_PROMPTS = 4  # a CPU pool of default size holds no more than so many longest prompts
-SNAPSHOTS_PER_INTERVAL = 2  # of cached tokens: prompts also keep one at their last block
 PROGRESS_INTERVAL_S = 2.0
 
 
@@ -137,7 +142,7 @@ def build_work(boot: Boot, rank: Rank, store: Store) -> tuple[StageWork, tuple[W
     # Before the pool: its size is what the device has left once the hops have their buffers.
     link = _open_link(boot, rank, store, device)
     blocks = pool_blocks(boot, rank, device)
-    slots = state_slots(boot, rank, blocks)
+    slots = state_slots(config, boot.plan, rank, blocks)
     size = f"{blocks} blocks of {plan.block_bytes} bytes"
     if slots:
         size += f" and {slots} states of {plan.state_bytes} bytes"
@@ -206,16 +211,7 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
         ConfigError: not even two blocks fit.
     """
     config, plan = boot.config, boot.plan
-    state_bytes = plan.stages[rank].state_bytes
-    block_bytes, fixed_bytes = (
-        plan.stages[rank].block_bytes,
-        state_slots(boot, rank, 0) * state_bytes,
-    )
-    if config.cache.state_slots is None:
-        # What each block adds to the states; rounding up costs the pool of states a slot at most.
-        fixed_bytes += state_bytes
-        share = SNAPSHOTS_PER_INTERVAL * plan.block_tokens * state_bytes
-        block_bytes += ceil_div(share, plan.snapshot_interval_tokens)
+    block_bytes, fixed_bytes = block_and_fixed_bytes(config, plan, rank)
     if config.cache.device_tokens is not None:
         return config.cache.device_tokens // plan.block_tokens
     if device.type == "cuda":
@@ -236,30 +232,11 @@ def pool_blocks(boot: Boot, rank: Rank, device: torch.device) -> int:
     return blocks
 
 
-def state_slots(boot: Boot, rank: Rank, blocks: int) -> int:
-    """Return how many states this stage keeps beside `blocks` blocks; 0 without recurrent layers.
-
-    A slot for each of K requests, and for every interval of the cache the snapshot at its end and
-    one at the end of a prompt.
-    """
-    config, plan = boot.config, boot.plan
-    if not plan.stages[rank].state_bytes:
-        return 0
-    slots = config.cache.state_slots
-    if slots is not None:
-        return slots if isinstance(slots, int) else slots[rank]
-    return config.admission.batch_requests_max + _snapshots(boot, blocks * plan.block_tokens)
-
-
 def host_states(boot: Boot, rank: Rank) -> int:
     """Return how many states this stage's host tier gets; 0 without recurrent layers."""
     if not boot.plan.stages[rank].state_bytes:
         return 0
-    return _snapshots(boot, boot.config.cache.host_tokens)
-
-
-def _snapshots(boot: Boot, tokens: int) -> int:
-    return ceil_div(SNAPSHOTS_PER_INTERVAL * tokens, boot.plan.snapshot_interval_tokens)
+    return snapshots_in(boot.plan, boot.config.cache.host_tokens)
 
 
 def host_blocks(boot: Boot) -> int:

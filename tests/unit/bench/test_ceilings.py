@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from wavepp_worker.bench.ceilings import Ceilings, Work, count_work
+from wavepp_worker.bench.ceilings import Ceilings
 from wavepp_worker.model.spec import read_spec
+from wavepp_worker.model.work import Work, count_work
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],

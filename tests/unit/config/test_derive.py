@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.config.derive import ModelFacts, derive
+from wavepp_worker.config.derive import ModelFacts, balanced_layers, derive
 from wavepp_worker.config.schema import (
     CacheConfig,
     ClusterConfig,
@@ -32,6 +36,32 @@ def test_layers_that_stages_do_not_divide_are_balanced() -> None:
     assert cut(2) == [(0, 3), (3, 5)]
     assert cut(4) == [(0, 2), (2, 3), (3, 4), (4, 5)]
     assert cut(2, 1, 4) == [(0, 1), (1, 5)]
+
+
+@given(
+    st.lists(st.integers(min_value=1, max_value=9), min_size=1, max_size=8),
+    st.integers(min_value=1, max_value=4),
+)
+def test_no_other_cut_has_a_cheaper_slowest_stage(costs: list[int], stages: int) -> None:
+    """FS-47: compared with every cut; among equals the evenest, then the first stages' the most."""
+    stages = min(stages, len(costs))
+
+    def badness(places: tuple[int, ...]) -> tuple[int, int, list[int]]:
+        bounds = list(pairwise((0, *places, len(costs))))
+        sums = [sum(costs[first:stop]) for first, stop in bounds]
+        return max(sums), sum(x * x for x in sums), [first - stop for first, stop in bounds]
+
+    best = min(map(badness, combinations(range(1, len(costs)), stages - 1)))
+    assert [-count for count in balanced_layers(costs, stages)] == best[2]
+
+
+def test_layers_that_cost_more_are_spread() -> None:
+    """FS-47: Kimi Linear's attention layers cost four times what its others do."""
+    costs = tuple(4 if layer in {3, 7, 11, 15, 19, 23, 26} else 1 for layer in range(27))
+    assert balanced_layers(costs, 2) == (15, 12)
+    facts = msgspec.structs.replace(FACTS, layer_costs=(1, 1, 1, 1, 9))
+    plan = derive(Config(model=ModelConfig(path="unused"), cluster=ClusterConfig(stages=2)), facts)
+    assert [(stage.first, stage.stop) for stage in plan.stages] == [(0, 4), (4, 5)]
 
 
 def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:

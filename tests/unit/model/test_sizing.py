@@ -14,13 +14,14 @@ import torch
 
 from graphs.plan_command import parse_size
 from tests.numerics.tiny import make_tiny_model, tiny_config
+from tests.unit.model.test_sizes import MODELS
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.cli import main
 from wavepp_worker.config.derive import blocks_in
-from wavepp_worker.config.schema import Config, ModelConfig
+from wavepp_worker.config.schema import ClusterConfig, Config, ModelConfig
 from wavepp_worker.model.load import load_stage
 from wavepp_worker.model.sizing import size_worker, weights_bytes
-from wavepp_worker.model.spec import read_facts, read_spec
+from wavepp_worker.model.spec import FAMILIES, read_facts, read_spec
 
 QWEN3_32B = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 25600,
@@ -41,7 +42,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, field.name))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES.values())
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_weights_are_what_a_loaded_stage_takes(tmp_path: Path, family: str, is_tied: bool) -> None:
     make_tiny_model(tmp_path, family, config={"tie_word_embeddings": is_tied})
@@ -173,11 +174,32 @@ def test_no_sizes(text: str) -> None:
         parse_size("--x", text)
 
 
-def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
+def test_states_take_their_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Kimi Linear's shape on two GPUs: blocks and states fill the share, as a worker's would."""
+    tree = tiny_config("kimi_linear", dtype="bfloat16") | MODELS["Kimi-Linear-48B-A3B"][1]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    words = ("--gpus", "2", "--gpu-memory", "141GB", "--set", "model.context_tokens_max=4096")
+    sizing = planned(capsys, str(tmp_path), *words)
+    assert sum(stage["weights_bytes"] for stage in sizing["stages"]) == pytest.approx(
+        2 * 49.12e9, rel=0.002
+    )
+    for stage in sizing["stages"]:
+        states = stage["state_slots"] * stage["state_bytes"]
+        taken = stage["cache_tokens"] * stage["token_bytes"] + states
+        share = 0.85 * stage["free_bytes"]
+        one_more = 64 * stage["token_bytes"] + 2 * stage["state_bytes"]
+        assert share - one_more <= taken <= share
+        assert stage["state_slots"] == 16 + -(-2 * stage["cache_tokens"] // 16_384)
+    assert main(["plan", str(tmp_path), *words]) == 0
+    assert "states of" in capsys.readouterr().out
+
+
+def test_states_without_room_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_5")))
     spec, facts = read_spec(tmp_path), read_facts(tmp_path, "auto", "dummy")
-    with pytest.raises(ConfigError, match="3 of 5 layers keep a recurrent state"):
+    room = weights_bytes(spec, 0, 5) + 16 * 3 * facts.state_layer_bytes
+    with pytest.raises(ConfigError, match=r"two cache blocks \d+ and its states \d+, but"):
         size_worker(
-            Config(model=ModelConfig(path=str(tmp_path))), spec, facts,
-            gpu_bytes=1 << 30, reserve_bytes=0,
+            Config(model=ModelConfig(path=str(tmp_path)), cluster=ClusterConfig(stages=1)),
+            spec, facts, gpu_bytes=room, reserve_bytes=0,
         )  # fmt: skip

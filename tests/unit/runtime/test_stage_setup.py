@@ -12,7 +12,7 @@ import zmq
 
 from wavepp_worker.base.errors import ConfigError, DeviceError, PeerError
 from wavepp_worker.base.types import Rank
-from wavepp_worker.config.derive import derive
+from wavepp_worker.config.derive import derive, state_slots
 from wavepp_worker.config.schema import Config
 from wavepp_worker.model.spec import read_facts
 from wavepp_worker.runtime import stage_setup
@@ -23,7 +23,6 @@ from wavepp_worker.runtime.stage_setup import (
     host_blocks,
     pool_blocks,
     stage_device,
-    state_slots,
 )
 from wavepp_worker.wire.mailbox import WindowReport
 
@@ -175,7 +174,10 @@ def test_a_stage_without_attention_keeps_states_alone(tmp_path: Path) -> None:
         (False, True),
         (True, False),
     ]
-    assert (state_slots(boot, Rank(0), 6), state_slots(boot, Rank(1), 6)) == (22, 0)
+    assert (
+        state_slots(boot.config, boot.plan, 0, 6),
+        state_slots(boot.config, boot.plan, 1, 6),
+    ) == (22, 0)
 
 
 @pytest.mark.parametrize("layers", [(3,), (2, 1), (1, 2)], ids=str)
@@ -188,7 +190,7 @@ def test_blocks_and_states_share_the_budget(
     monkeypatch.setattr(stage_setup, "available_bytes", lambda: 4 * len(layers) * budget)
     for rank, stage in enumerate(boot.plan.stages):
         blocks = pool_blocks(boot, Rank(rank), CPU)
-        slots = state_slots(boot, Rank(rank), blocks)
+        slots = state_slots(boot.config, boot.plan, rank, blocks)
         taken = blocks * stage.block_bytes + slots * stage.state_bytes
         spare = 2 * (stage.block_bytes + stage.state_bytes)
         if blocks < (4 * 128 + 2 * len(layers) * 64) // 16:  # not the cap of CPU pools
