@@ -4,6 +4,8 @@
 # make check    lint, types, layers
 # make mutants  plant one-line faults in the core and show that a test sees each
 # make manifests  render configs/kubernetes again, after a change of what it is made of
+# make gpu-test   numerics on a CUDA device, with a Python that has torch (GPU_PYTHON, WHEELS=folder: requirements/gpu.in)
+# make gpu-bench  times of stages of published shapes there, as JSON in OUT
 # make clean    remove the virtual environment (the model in the cache stays)
 
 PYTHON ?= python3
@@ -12,6 +14,9 @@ CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/wavepp
 MODEL  ?= $(CACHE)/smollm2-135m-instruct
 PORT   ?= 8000
 ARGS   ?=
+GPU_PYTHON ?= python3
+WHEELS ?=
+OUT    ?= build/gpu
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --timeout 60 --retries 8
@@ -22,7 +27,7 @@ export UV_SYSTEM_CERTS ?= $(if $(wildcard /etc/ssl/certs/ca-certificates.crt),tr
 # The locks are complete, so nothing is resolved.  uv is the fast way, pip the sure one.
 INSTALL := $(SHELL) -c '$(PY) -m uv pip install -q --python $(PY) --no-deps "$$@" || $(PIP) install -q --no-deps "$$@"' install
 
-.PHONY: serve test slow check schema manifests mutants services clean
+.PHONY: serve test slow check schema manifests mutants gpu-site gpu-test gpu-bench services clean
 
 serve: $(VENV)/.run $(MODEL)/model.safetensors
 	@$(VENV)/bin/dynamo serve graphs.disagg -f configs/smollm2-cpu.yaml \
@@ -49,6 +54,23 @@ schema: $(VENV)/.run
 manifests: $(VENV)/.run
 	@for page in configs/kubernetes/*/README.md; do \
 	  PATH="$(VENV)/bin:$$PATH" $(SHELL) -ec "$$(grep '^wavepp render' $$page)"; done
+
+# Nothing is installed on such a host: carried wheels are unpacked beside the results.
+GPU_RUN := PYTHONUNBUFFERED=1 PYTHONPATH="$(OUT)/site:$(CURDIR)" $(GPU_PYTHON)
+
+gpu-site:
+	@mkdir -p $(OUT)/site
+	@for wheel in $(wildcard $(WHEELS)/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel $(OUT)/site; done
+
+gpu-test: gpu-site
+	@$(GPU_RUN) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q --durations=5 tests/numerics/test_cuda.py $(ARGS)
+
+gpu-bench: gpu-site
+	@for shape in qwen3-8b/18 qwen3-30b-a3b/8 kimi-linear-48b/4 qwen3-next-80b/4; do \
+	  $(GPU_RUN) -m wavepp_worker bench stage --model configs/shapes/$${shape%/*} --load-format dummy \
+	    --layers $${shape#*/} --contexts 0,65536,118784 --waves 1024,4096,16384 \
+	    --json $(OUT)/$${shape%/*}.json $(ARGS) || exit; \
+	done
 
 # Some tests run on etcd and NATS; without the two servers they are skipped.
 services:

@@ -65,8 +65,8 @@ class ModelConfig(Section, frozen=True):
     """dummy: random weights from `seed`, for tests and benchmarks; only config.json is read."""
     seed: NaturalInt = 0
     stage_layers: tuple[PositiveInt, ...] = ()
-    """Layers of each stage; default: cut so that the slowest stage computes as little as possible for
-    a token in the middle of a prompt of 65,536."""
+    """Layers of each stage; default: cut so that the slowest stage computes as little as possible
+    for a token in the middle of a prompt of 65,536."""
     context_tokens_max: PositiveInt | None = None
     """Longest prompt; default: the model's own limit."""
 

@@ -16,6 +16,7 @@ from wavepp_worker.model.spec import read_facts, read_spec, tensor_shapes
 
 GQA = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936}
 # name -> (family, config.json, billions of parameters, cache bytes per token in 16 bits)
+REPOSITORY = Path(__file__).resolve().parents[3]
 MODELS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "Qwen3-8B": (
         "qwen3",
@@ -113,3 +114,12 @@ def test_published_sizes(tmp_path: Path, name: str) -> None:
     plan = derive(config, read_facts(tmp_path, "bfloat16", "dummy"))
     block_bytes = sum(stage.block_bytes for stage in plan.stages)
     assert block_bytes == plan.block_tokens * bytes_per_token
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((REPOSITORY / "configs" / "shapes").glob("*/")), ids=lambda folder: folder.name
+)
+def test_shipped_shapes_are_read_and_cut(folder: Path) -> None:
+    config = Config(model=ModelConfig(path=str(folder)), cluster=ClusterConfig(stages=4))
+    plan = derive(config, read_facts(folder, "auto", "dummy"))
+    assert plan.stages[-1].stop == read_spec(folder).layers
