@@ -14,9 +14,9 @@ from wavepp_worker.config.derive import derive
 from wavepp_worker.config.schema import ClusterConfig, Config, ModelConfig
 from wavepp_worker.model.spec import read_facts, read_spec, tensor_shapes
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 GQA = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936}
 # name -> (family, config.json, billions of parameters, cache bytes per token in 16 bits)
-REPOSITORY = Path(__file__).resolve().parents[3]
 MODELS: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "Qwen3-8B": (
         "qwen3",
