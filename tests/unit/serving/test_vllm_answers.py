@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import zmq
 from dynamo.common.constants import DisaggregationMode
-from dynamo.llm.exceptions import Disconnected
+from dynamo.llm.exceptions import Disconnected, InvalidArgument
 
 from tests.unit.runtime.test_vllm_pool import Desk
 from tests.unit.serving.scripted import CACHE_TOKENS, Bench, Context, make_config
 from wavepp_worker.config.schema import CacheConfig, DecodePoolConfig
 from wavepp_worker.serving.registration import worker_config
-from wavepp_worker.wire.mailbox import Finished, Gone, Ready
+from wavepp_worker.wire.mailbox import Finished, Gone, Ready, Sampling
 
 CONFIG = msgspec.structs.replace(
     make_config(),
@@ -78,6 +78,29 @@ async def test_an_answer_that_would_be_incomplete_is_an_error_and_frees_the_stag
     with pytest.raises(Disconnected):
         await task
     assert bench.ranks.cancelled == [announce.rid]
+
+
+async def test_how_to_sample_is_decodes_business(bench: Bench, desks: list[Desk]) -> None:
+    task = bench.ask(
+        PROMPT,
+        sampling_options={"temperature": 0.7, "min_p": 0.1, "guided_decoding": {"json": "{}"}},
+        output_options={"logprobs": 5},
+    )
+    announce = await bench.announced(1)
+    assert announce.sampling == Sampling()
+    finish(bench, announce.rid, desks, "a")
+    await task
+
+
+@pytest.mark.parametrize(
+    "extra", [{"sampling_options": {"n": 2}}, {"output_options": {"prompt_logprobs": 1}}]
+)
+async def test_what_one_hand_over_cannot_serve_is_refused(
+    bench: Bench, extra: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidArgument, match="supported"):
+        await bench.ask(PROMPT, **extra)
+    assert bench.ranks.announced == []
 
 
 async def test_probes_reach_no_decode_worker(bench: Bench, desks: list[Desk]) -> None:
