@@ -312,6 +312,11 @@ class Config(Section, frozen=True):
                 f"decode_pool.block_tokens ({theirs}) must be a multiple of "
                 f"{VLLM_CPU_BLOCK_TOKENS}: vLLM's CPU kernel takes no other blocks"
             )
+        if first_host_ranks(self.cluster) < self.cluster.stages and not pool.model:
+            raise ValueError(
+                "decode_pool.model must be given with stages on several hosts: all tell vLLM the "
+                "same name, but model.path may differ between them"
+            )
         if pool.staging_tokens < theirs:
             raise ValueError(
                 f"decode_pool.staging_tokens ({pool.staging_tokens}) must hold a block of {theirs}"

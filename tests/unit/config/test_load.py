@@ -74,6 +74,11 @@ def test_all_unknown_keys_are_listed_with_line_and_nearest_name() -> None:
             "decode_pool: {kind: vllm-push, staging_tokens: 63}",
             "decode_pool.staging_tokens (63) must hold a block of 64",
         ),
+        (
+            "cluster: {first_host_stages: 1, group: g, join_port: 7}\n"
+            "decode_pool: {kind: vllm-push}",
+            "decode_pool.model must be given with stages on several hosts",
+        ),
         ("planner: {wave_tokens_max: 100}", "planner.wave_tokens_max (100) must be a multiple of"),
         ("admission: {mode: naive}", "admission.mode naive needs planner.kind greedy"),
         ("cache: {host_tokens: 100}", "cache.host_tokens (100) must be a multiple of"),
