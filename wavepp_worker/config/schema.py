@@ -22,6 +22,8 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
+VLLM_CPU_BLOCK_TOKENS = 32
+
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: immutable, keyword-only, no unknown keys."""
@@ -173,6 +175,33 @@ class TransferConfig(Section, frozen=True):
     holds_max: PositiveInt = 4096
 
 
+class DecodePoolConfig(Section, frozen=True):
+    """Which decode workers take finished prompts, and what a stock vLLM must agree with."""
+
+    kind: Literal["wavepp", "vllm-push"] = "wavepp"
+    """wavepp: the reference decode worker reads the cache.  vllm-push: the stages write it into
+    stock vLLM workers that run `NixlPushConnector`."""
+    vllm_version: Name = "0.31.0"
+    """`vllm.__version__` of the decode workers."""
+    model: str = ""
+    """The decode workers' `--model`, letter for letter; empty: `model.path` with `~` expanded."""
+    attention_backend: Name = "CPU_ATTN"
+    """The decode workers' attention backend; it decides how a block's bytes lie."""
+    enforce_handshake_compat: bool = True
+    """False if the decode workers run with the same in `kv_connector_extra_config`: then neither
+    side compares versions, models and types."""
+    block_tokens: PositiveInt | None = None
+    """The decode workers' `--block-size`; divides `cache.block_tokens`, which is the default.
+    vLLM on CPU wants multiples of 32."""
+    side_channel_port: Port = 0
+    """Port of `cluster.host` that answers handshakes; 0: a free one."""
+    registration_s: PositiveFloat = 60.0
+    """Nothing is written into blocks that decode offered longer ago; below vLLM's own
+    `push_registration_timeout`, and below the time after which clients give up."""
+    staging_tokens: PositiveInt = 8192
+    """Per stage: room in host memory where blocks wait, packed, for their write."""
+
+
 class ServingConfig(Section, frozen=True):
     """How the worker appears in Dynamo.  Planes and discovery are Dynamo's own DYN_* settings."""
 
@@ -215,6 +244,7 @@ class Config(Section, frozen=True):
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    decode_pool: DecodePoolConfig = field(default_factory=DecodePoolConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     obs: ObsConfig = field(default_factory=ObsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -274,6 +304,30 @@ class Config(Section, frozen=True):
             )
         if self.cache.device_tokens is not None and self.cache.device_tokens < 2 * blocks:
             raise ValueError("cache.device_tokens must hold at least two blocks")
+        if self.decode_pool.kind == "vllm-push":
+            self._check_vllm()
+
+    def _check_vllm(self) -> None:
+        pool, ours = self.decode_pool, self.cache.block_tokens
+        theirs = pool.block_tokens or ours
+        if ours % theirs:
+            raise ValueError(
+                f"decode_pool.block_tokens ({theirs}) must divide cache.block_tokens ({ours})"
+            )
+        if pool.attention_backend == "CPU_ATTN" and theirs % VLLM_CPU_BLOCK_TOKENS:
+            raise ValueError(
+                f"decode_pool.block_tokens ({theirs}) must be a multiple of "
+                f"{VLLM_CPU_BLOCK_TOKENS}: vLLM's CPU kernel takes no other blocks"
+            )
+        if first_host_ranks(self.cluster) < self.cluster.stages and not pool.model:
+            raise ValueError(
+                "decode_pool.model must be given with stages on several hosts: all tell vLLM the "
+                "same name, but model.path may differ between them"
+            )
+        if pool.staging_tokens < theirs:
+            raise ValueError(
+                f"decode_pool.staging_tokens ({pool.staging_tokens}) must hold a block of {theirs}"
+            )
 
 
 class DecodeBatchConfig(Section, frozen=True):

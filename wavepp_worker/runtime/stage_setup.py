@@ -29,11 +29,17 @@ from wavepp_worker.model.spec import read_spec
 from wavepp_worker.runtime.boot import Boot
 from wavepp_worker.runtime.host_memory import available_bytes
 from wavepp_worker.runtime.loop_timeline import Marks, new_marks
+from wavepp_worker.runtime.push_desk import PushDesk
 from wavepp_worker.runtime.stage_stream import CpuStageStream, CudaStageStream
 from wavepp_worker.runtime.stage_work import StageWork
+from wavepp_worker.transfer.agent import BlockPool, TransferAgent
 from wavepp_worker.transfer.desk import HoldDesk
 from wavepp_worker.transport.activations import ActivationLink, Store, join_store, open_store
 from wavepp_worker.transport.sockets import Context
+from wavepp_worker.vllm_decode.agreement import agree
+from wavepp_worker.vllm_decode.driver import PushDriver, PushStage
+from wavepp_worker.vllm_decode.push import PushSettings
+from wavepp_worker.vllm_decode.staging import Staging
 from wavepp_worker.wire.mailbox import WindowReport
 
 logger = logging.getLogger(__name__)
@@ -48,7 +54,7 @@ class Stage:
     """What the LOOP process drives."""
 
     stream: CpuStageStream | CudaStageStream
-    desk: HoldDesk
+    desk: HoldDesk | PushDesk
     windows: tuple[WindowReport, ...]
     marks: Marks | None = None  # what the stream tells a timeline
 
@@ -95,20 +101,57 @@ def build_stage(boot: Boot, rank: Rank, store: Store, context: Context) -> Stage
     """
     config, plan = boot.config, boot.plan.stages[rank]
     work, windows = build_work(boot, rank, store)
-    desk = HoldDesk(
-        config.transfer,
-        config.cluster.host,
-        work.store,
-        rank=rank,
-        layers=(plan.first, plan.stop),
-        block_tokens=config.cache.block_tokens,
-        dtype=boot.facts.dtype,
-        fingerprint=boot.plan.fingerprint,
-        context=context,
-        states=work.states,
-    )
+    desk: HoldDesk | PushDesk
+    if config.decode_pool.kind == "vllm-push":
+        desk = open_push_desk(boot, rank, work.store, context)
+    else:
+        desk = HoldDesk(
+            config.transfer,
+            config.cluster.host,
+            work.store,
+            rank=rank,
+            layers=(plan.first, plan.stop),
+            block_tokens=config.cache.block_tokens,
+            dtype=boot.facts.dtype,
+            fingerprint=boot.plan.fingerprint,
+            context=context,
+            states=work.states,
+        )
     marks = new_marks() if config.obs.trace_folder else None
     return Stage(open_stream(work, marks), desk, windows, marks)
+
+
+def open_push_desk(boot: Boot, rank: Rank, store: BlockPool, context: Context) -> PushDesk:
+    """Return the desk that writes this stage's finished prompts into vLLM decode workers.
+
+    Raises:
+        ConfigError: terms that are not supported, or NIXL cannot be used here.
+        DeviceError: no room for the staging area.
+    """
+    config, plan = boot.config, boot.plan.stages[rank]
+    terms = agree(config, boot.facts)
+    stage = PushStage(
+        layers=range(plan.first, plan.stop),
+        agreement=terms,
+        settings=PushSettings(
+            engine_id=f"{boot.group}-{boot.epoch}",
+            stages=config.cluster.stages,
+            hold_s=config.transfer.hold_s,
+            registration_s=config.decode_pool.registration_s,
+            prompts_max=config.transfer.holds_max,
+        ),
+        host=config.cluster.host,
+    )
+    slots = config.decode_pool.staging_tokens // terms.block_tokens
+
+    def open_driver() -> PushDriver:
+        what = f"allocating {slots} blocks to write from (decode_pool.staging_tokens)"
+        with _memory_errors(what, torch.device("cpu")):
+            staging = Staging(store.pool, terms.layout, terms.block_tokens, slots)
+        agent = TransferAgent(f"push{rank}", config.transfer.backend, staging)
+        return PushDriver(stage, agent, staging, context, time.monotonic)
+
+    return PushDesk(rank, (plan.first, plan.stop), config.cache.block_tokens, context, open_driver)
 
 
 def open_stream(work: StageWork, marks: Marks | None = None) -> CpuStageStream | CudaStageStream:

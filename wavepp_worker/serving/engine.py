@@ -30,6 +30,7 @@ from wavepp_worker.config.schema import Config
 from wavepp_worker.obs.metrics import ServingMetrics
 from wavepp_worker.obs.spans import RequestSpans, spans_from_environment
 from wavepp_worker.obs.timeline import open_recorder
+from wavepp_worker.runtime.vllm_pool import VllmPool
 from wavepp_worker.serving.chunks import cancelled_chunk, terminal_chunk
 from wavepp_worker.serving.errors import RequestTimeoutError, error_code, to_dynamo
 from wavepp_worker.serving.pipeline import Pipeline
@@ -39,6 +40,7 @@ from wavepp_worker.serving.request import RequestLimits, read_request
 from wavepp_worker.serving.request_timeline import RequestTimeline
 from wavepp_worker.serving.requests import LiveRequest
 from wavepp_worker.serving.stories import ServingStory, Stories
+from wavepp_worker.vllm_decode.agreement import agree
 from wavepp_worker.wire.mailbox import Finished
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         timeline = None if recorder is None else RequestTimeline(recorder)
         self._stories = Stories(self._metrics, logger, config.obs.slow_request_s, spans, timeline)
         self._pipeline: Pipeline | None = None
+        self._vllm: VllmPool | None = None
         self._limits: RequestLimits | None = None  # set once requests can be served
         self._leaving: asyncio.Task[None] | None = None
         self._endpoint: Any = None
@@ -105,6 +108,8 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         config = load_config(options.config, options.set)
         logging.getLogger("wavepp_worker").setLevel(config.obs.log_level)
         facts, plan = read_plan(config)
+        if config.decode_pool.kind == "vllm-push":
+            agree(config, facts)  # refuses what cannot work before anything starts
         worker = worker_config(config)
         spans = spans_from_environment(os.environ)
         return cls(config, launch=partial(launch, facts, plan), spans=spans), worker
@@ -118,6 +123,8 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         started = time.monotonic()
         launched = await self._launch(self._config, get_worker_namespace())
         pipeline = self._pipeline = Pipeline(self._config, launched, self._metrics)
+        if self._config.decode_pool.kind == "vllm-push":
+            self._vllm = VllmPool(self._config, agree(self._config, launched.facts))
         limits = await pipeline.until_ready(self._config.cluster.start_timeout_s)
         pipeline.failed.add_done_callback(self._on_failed)
         self._limits = limits
@@ -165,6 +172,8 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
         if self._pipeline is not None and self._leaving is None:
             logger.info("stopping the ranks")
             await self._pipeline.stop()
+            if self._vllm is not None:
+                self._vllm.close()
             self._limits = None
             await self._stories.close()
 
@@ -240,11 +249,16 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
             if is_probe(request):  # nobody will fetch the state: `cancel` below ends its holds
                 self._stories.end(story, "probe")
                 return terminal_chunk(count, finished.endpoint, finished.token, None)
+            params = None
+            if self._vllm is not None:
+                # Both legs of a request have the same id in Dynamo, so decode asks by it.
+                params = await self._vllm.hand_off(live.handoffs(), context.id(), count)
             handoff = pipeline.hand_off(live, prompt, finished)
         finally:
             pipeline.cancel(live)
         self._stories.end(story, "served")
-        return terminal_chunk(count, finished.endpoint, finished.token, handoff.to_params())
+        params = handoff.to_params() if params is None else params
+        return terminal_chunk(count, finished.endpoint, finished.token, params)
 
     async def _until_finished(self, live: LiveRequest, context: Any) -> Finished | None:
         """Return the result, or None if the client gave up first."""
@@ -279,6 +293,8 @@ class WavePPEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is untyped
                     )
             if self._pipeline is not None:
                 await self._pipeline.stop()
+            if self._vllm is not None:
+                self._vllm.close()
             await asyncio.sleep(LAST_ANSWERS_S)
             await self._stories.close()
         finally:

@@ -60,6 +60,7 @@ class Pipeline:
         self.on_load: Callable[[int, int], None] = lambda used, total: None
         self._facts, self._ranks, self._front = launched.facts, launched.ranks, launched.front
         self._limits: RequestLimits | None = None
+        self._picks_first_token = config.decode_pool.kind == "wavepp"
         self._ready: asyncio.Future[WorkerReady] = loop.create_future()
         stages = len(self.plan.stages)
         self._requests = LiveRequests(stages, config.admission.queue_requests_max)
@@ -90,6 +91,7 @@ class Pipeline:
             context_tokens=self.plan.context_tokens,
             cache_tokens=self._ready.result().total_tokens,
             block_tokens=self.plan.block_tokens,
+            picks_first_token=self._picks_first_token,
         )
         return self._limits
 

@@ -1,8 +1,9 @@
 """Dynamo's request dict → a validated prompt.  Pure.
 
 Everything a client can send is refused here with a sentence that says what to change, or it is
-served exactly.  Nothing is silently ignored that would change the first answer token.  Keys may
-be absent or null; both mean "not asked for".
+served exactly.  Nothing is silently ignored that would change the first answer token; where a vLLM
+decode worker picks that token itself, how to pick it is its business.  Keys may be absent or null;
+both mean "not asked for".
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from wavepp_worker.base.errors import RequestError
-from wavepp_worker.serving.sampling import integer, read_sampling
+from wavepp_worker.serving.sampling import integer, read_sampling, refuse_choices
 from wavepp_worker.wire.mailbox import Sampling
 
 __all__ = ["Prompt", "RequestLimits", "read_request", "read_sampling", "read_tokens"]
@@ -39,6 +40,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     context_tokens: int  # longest prompt of the model, as configured
     cache_tokens: int  # cache of the smallest stage
     block_tokens: int
+    picks_first_token: bool = True  # False: decode computes it again, by its own rules
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
@@ -74,12 +76,20 @@ def read_request(request: Mapping[str, Any], limits: RequestLimits) -> Prompt:
             "prompt_exceeds_cache",
             f"the prompt has {count} tokens, the worker's cache holds {limits.cache_tokens}",
         )
-    _check_outputs(_section(request, "output_options"))
+    outputs, options = _section(request, "output_options"), _section(request, "sampling_options")
+    if outputs.get("prompt_logprobs") is not None:
+        raise RequestError("unsupported_logprobs", "prompt_logprobs is not supported")
+    if limits.picks_first_token:
+        _check_outputs(outputs)
+        sampling = read_sampling(options, limits.vocab)
+    else:
+        refuse_choices(options)
+        sampling = Sampling()
     _check_stop_tokens(_section(request, "stop_conditions"), limits.vocab)
     return Prompt(
         tokens=tokens,
         prompt_tokens=count,
-        sampling=read_sampling(_section(request, "sampling_options"), limits.vocab),
+        sampling=sampling,
         salt=_read_salt(routing),
     )
 
@@ -155,8 +165,6 @@ def _check_outputs(options: Mapping[str, Any]) -> None:
             "unsupported_logprobs",
             f"logprobs = {logprobs}: only the chosen token's logprob is supported (0 or 1)",
         )
-    if options.get("prompt_logprobs") is not None:
-        raise RequestError("unsupported_logprobs", "prompt_logprobs is not supported")
 
 
 def _check_stop_tokens(conditions: Mapping[str, Any], vocab: int) -> None:

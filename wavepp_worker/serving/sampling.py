@@ -53,16 +53,26 @@ def read_sampling(options: Mapping[str, Any], vocab: int) -> Sampling:
     )
 
 
-def _refuse_unsupported(options: Mapping[str, Any]) -> None:
+def refuse_choices(options: Mapping[str, Any]) -> None:
+    """Refuse several answers to one prompt: its cache is handed over once.
+
+    Raises:
+        RequestError: more than one choice, or a beam search.
+    """
     for key in ("n", "best_of"):
         count = integer(options, key)
         if count is not None and count != 1:
             raise RequestError(
                 "unsupported_choices", f"{key} = {count}: only one choice is supported"
             )
-    for key in ("use_beam_search", "guided_decoding"):
-        if options.get(key):
-            raise RequestError("unsupported_option", f"{key} is not supported")
+    if options.get("use_beam_search"):
+        raise RequestError("unsupported_option", "use_beam_search is not supported")
+
+
+def _refuse_unsupported(options: Mapping[str, Any]) -> None:
+    refuse_choices(options)
+    if options.get("guided_decoding"):
+        raise RequestError("unsupported_option", "guided_decoding is not supported")
     for key, neutral in (("min_p", 0.0), ("repetition_penalty", 1.0)):
         value = number(options, key)
         if value is not None and value != neutral:

@@ -1,4 +1,5 @@
-"""One NIXL agent and the one pool that it registers; used by the hold desk and by the reader.
+"""One NIXL agent and the one pool that it registers; used by the hold desk, by the reader and by
+the stage that writes into vLLM.
 
 Rules that the rest of the package relies on:
 
@@ -16,6 +17,7 @@ import importlib
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +28,7 @@ from wavepp_worker.transfer.desk_wire import Opened
 
 logger = logging.getLogger(__name__)
 
+Region = tuple[int, int, int, int, int]  # address, row bytes, device, bytes to the next row, rows
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 # How long NIXL's progress thread may wait for traffic.  Its Python API fixes 0, which spins: three
 # spinning threads on two cores took a 512 KiB read over tcp from 0.45 ms to 16 ms (median).
@@ -147,6 +150,18 @@ class TransferAgent:
             self.forget_peer(loaded_name)
             raise TransferError(f"metadata of agent {loaded_name}, expected {name}")
 
+    def load_peer(self, metadata: bytes) -> str:
+        """Load the metadata of a peer that tells no checksum; return its agent's name.
+
+        Raises:
+            TransferError: NIXL cannot use them.
+        """
+        try:
+            loaded = self._nixl.add_remote_agent(metadata)
+        except Exception as error:  # NIXL's errors share no base class
+            raise TransferError(f"NIXL refuses the peer's metadata: {error}") from error
+        return loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+
     def forget_peer(self, name: str) -> None:
         """Drop what is known of a peer; transfers with it become invalid.  Idempotent."""
         try:
@@ -165,6 +180,25 @@ class TransferAgent:
         """Prepare every whole row of one of a peer's pools; index = row."""
         row = (base, row_bytes, opened.device, row_bytes, rows)
         return self._nixl.prep_xfer_dlist(opened.agent, np.array([row], np.uint64), opened.memory)
+
+    def peer_regions(self, name: str, memory: str, regions: Sequence[Region]) -> Any:
+        """Prepare every row of a peer's regions; the index counts across regions, in order."""
+        return self._nixl.prep_xfer_dlist(name, np.array(regions, np.uint64), memory)
+
+    def make_write(
+        self, local: Any, local_rows: Any, remote: Any, remote_rows: Any, notice: bytes
+    ) -> Any:
+        """Make a WRITE; `notice`, if any, arrives after the last byte.  Row numbers are int32."""
+        return self._nixl.make_prepped_xfer("WRITE", local, local_rows, remote, remote_rows, notice)
+
+    def notify(self, name: str, notice: bytes) -> None:
+        """Send a notice without data."""
+        self._nixl.send_notif(name, notice)
+
+    def take_notices(self) -> dict[str, list[bytes]]:
+        """Return what has arrived since the last call, by the sender's name."""
+        notices: dict[str, list[bytes]] = self._nixl.get_new_notifs()
+        return notices
 
     def make_read(self, local: Any, local_blocks: Any, remote: Any, remote_blocks: Any) -> Any:
         """Make a READ of `remote_blocks` into `local_blocks`: int32 arrays of equal length."""

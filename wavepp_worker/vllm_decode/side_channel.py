@@ -48,6 +48,10 @@ class SideChannel:
         self.socket.bind(f"tcp://{host}:{port or '*'}")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
+    def offer(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
+        """Answer with these from now on."""
+        self._payloads = dict(payloads)
+
     def poll(self, now: float) -> int:
         """Answer what waits; return how many questions were answered.
 

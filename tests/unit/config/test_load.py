@@ -62,6 +62,23 @@ def test_all_unknown_keys_are_listed_with_line_and_nearest_name() -> None:
         ("a: &a\n  b: *a", "f.yaml:2: nested deeper than 16 levels"),
         ("debug: {invariants: on}", "f.yaml:2: debug.invariants: expected str, got bool"),
         ("debug: {invariants: x}", "f.yaml:2: debug.invariants: must be one of off, idle, always"),
+        (
+            "decode_pool: {kind: vllm-push, block_tokens: 48}",
+            "decode_pool.block_tokens (48) must divide cache.block_tokens (64)",
+        ),
+        (
+            "decode_pool: {kind: vllm-push, block_tokens: 16}",
+            "decode_pool.block_tokens (16) must be a multiple of 32",
+        ),
+        (
+            "decode_pool: {kind: vllm-push, staging_tokens: 63}",
+            "decode_pool.staging_tokens (63) must hold a block of 64",
+        ),
+        (
+            "cluster: {first_host_stages: 1, group: g, join_port: 7}\n"
+            "decode_pool: {kind: vllm-push}",
+            "decode_pool.model must be given with stages on several hosts",
+        ),
         ("planner: {wave_tokens_max: 100}", "planner.wave_tokens_max (100) must be a multiple of"),
         ("admission: {mode: naive}", "admission.mode naive needs planner.kind greedy"),
         ("cache: {host_tokens: 100}", "cache.host_tokens (100) must be a multiple of"),
