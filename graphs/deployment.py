@@ -119,7 +119,9 @@ def deploy(graph: Graph, source: Source) -> Deployment:
     args: dict[str, ServiceArgs] = {}
     for component in reversed(graph.components):
         try:
-            args[component.name], settings[component.name] = _component(component, source)
+            args[component.name], own = _component(component, source)
+            if own is not None:
+                settings[component.name] = own
         except ConfigError as error:
             complaints.append(str(error))
     dynamo = DynamoConfig()
@@ -130,6 +132,8 @@ def deploy(graph: Graph, source: Source) -> Deployment:
     if complaints:
         raise ConfigError("\n".join(complaints))
     graph.relate(settings, args)
+    running = tuple(c for c in graph.components if c.name in settings)
+    graph = msgspec.structs.replace(graph, components=running)
     return Deployment(graph=graph, dynamo=dynamo, settings=settings, args=args)
 
 
@@ -143,11 +147,13 @@ def _dynamo(source: Source) -> DynamoConfig:
     return dynamo
 
 
-def _component(component: Component, source: Source) -> tuple[ServiceArgs, Settings]:
-    """Return how one component is run and what it is told."""
+def _component(component: Component, source: Source) -> tuple[ServiceArgs, Settings | None]:
+    """Return how one component is run and what it is told; None if it is not."""
     name = component.name
     section = _with_common(source, name)
-    args = _service_args(section, name)
+    args = _service_args(section, component)
+    if not args.workers:
+        return args, None
     section.tree[name].pop(ARGS, None)
     section.tree[name].pop(SUBSCRIPTION, None)
     settings: Settings = convert(section, component.config_type, (name,))
@@ -180,10 +186,11 @@ def _with_common(source: Source, name: str) -> Source:
     return Source({name: merge(shared, own)}, {**origins, **source.origins})
 
 
-def _service_args(section: Source, name: str) -> ServiceArgs:
+def _service_args(section: Source, component: Component) -> ServiceArgs:
+    name = component.name
     tree = section.tree[name].get(ARGS) or {}
     if isinstance(tree, dict):  # Dynamo's own files write numbers as text here, and text as numbers
-        tree = dict(tree)
+        tree = {"workers": component.workers, **tree}
         if isinstance(tree.get("resources"), dict):
             tree["resources"] = {k: _number_or_text(k, v) for k, v in tree["resources"].items()}
         if isinstance(tree.get("envs"), dict):
@@ -226,9 +233,8 @@ def process_plans(
     plans = []
     for component in deployment.graph.components:
         args = deployment.args[component.name]
-        arguments = component.arguments(
-            deployment.settings[component.name], f"{folders.config}/{component.name}.json"
-        )
+        settings = deployment.settings[component.name]
+        arguments = component.arguments(settings, f"{folders.config}/{component.name}.json")
         for number in range(1, args.workers + 1):
             port = _chosen_port(component.name, args, number)
             if not (port or component.is_frontend):
@@ -246,8 +252,18 @@ def process_plans(
                 ProcessPlan(
                     name=f"{component.name}-{number}" if args.workers > 1 else component.name,
                     component=component,
-                    command=(sys.executable, "-m", component.module, *arguments),
-                    env={**env, **args.envs, SYSTEM_PORT: str(port or -1)},
+                    command=(
+                        component.python(settings) or sys.executable,
+                        "-m",
+                        component.module,
+                        *arguments,
+                    ),
+                    env={
+                        **env,
+                        **component.environment(settings),
+                        **args.envs,
+                        SYSTEM_PORT: str(port or -1),
+                    },
                     system_port=port,
                 )
             )

@@ -2,6 +2,8 @@
 
 client ─HTTP─▶ Frontend ─▶ PrefillWorker (P stages, 2P + 1 processes) ─NIXL─▶ DecodeWorker
                       └──────────────────────────────────────────────────────▶
+
+With `PrefillWorker.decode_pool.kind: vllm-push`, VllmDecodeWorker stands in DecodeWorker's place.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from graphs.graph import Component, Pod, ServiceArgs, Settings
+from graphs.vllm_decode import VllmDecodeWorker
 from wavepp_worker.base.errors import ConfigError
 from wavepp_worker.config.derive import derive
 from wavepp_worker.config.schema import (
@@ -19,6 +22,7 @@ from wavepp_worker.config.schema import (
     DecodeConfig,
     FrontendConfig,
     ModelConfig,
+    VllmDecodeConfig,
     first_host_ranks,
 )
 from wavepp_worker.model.spec import model_folder, read_facts
@@ -150,7 +154,7 @@ Frontend = Component(
     address=lambda s: (s.host, s.port),
     pod=frontend_pod,
     is_frontend=True,
-    needs=(DecodeWorker, PrefillWorker),
+    needs=(DecodeWorker, VllmDecodeWorker, PrefillWorker),
 )
 
 
@@ -170,6 +174,8 @@ def relate(settings: Mapping[str, Settings], args: Mapping[str, ServiceArgs]) ->
                 f"PrefillWorker.ServiceArgs.resources.gpu ({gpus}) is less than "
                 f"PrefillWorker.cluster.{key} ({stages}): each stage needs a device of its own"
             )
+    if prefill:
+        _relate_pool(prefill, decode, settings.get("VllmDecodeWorker"))
     if not (prefill and decode):
         return
     if prefill.cache.block_tokens != decode.block_tokens:
@@ -187,4 +193,39 @@ def relate(settings: Mapping[str, Settings], args: Mapping[str, ServiceArgs]) ->
         raise ConfigError(
             f"PrefillWorker.model.dtype ({prefill.model.dtype}) must equal "
             f"DecodeWorker.model.dtype ({decode.model.dtype}): the cache is copied as it is"
+        )
+
+
+def _relate_pool(
+    prefill: Config, decode: DecodeConfig | None, vllm: VllmDecodeConfig | None
+) -> None:
+    """Refuse decode workers that do not take what the stages hand off."""
+    pushes = prefill.decode_pool.kind == "vllm-push"
+    if pushes and decode:
+        raise ConfigError(
+            "PrefillWorker.decode_pool.kind (vllm-push): DecodeWorker cannot take what is pushed; "
+            "set DecodeWorker.ServiceArgs.workers to 0 and VllmDecodeWorker's to 1"
+        )
+    if vllm is None:
+        return
+    if not pushes:
+        raise ConfigError(
+            "VllmDecodeWorker takes pushed prompts only: set PrefillWorker.decode_pool.kind to "
+            "vllm-push"
+        )
+    theirs = prefill.decode_pool.block_tokens or prefill.cache.block_tokens
+    if theirs != vllm.block_tokens:
+        raise ConfigError(
+            f"VllmDecodeWorker.block_tokens ({vllm.block_tokens}) must equal "
+            f"PrefillWorker.decode_pool.block_tokens ({theirs}; default: cache.block_tokens)"
+        )
+    if prefill.model.dtype != vllm.model.dtype:
+        raise ConfigError(
+            f"PrefillWorker.model.dtype ({prefill.model.dtype}) must equal "
+            f"VllmDecodeWorker.model.dtype ({vllm.model.dtype})"
+        )
+    names = PrefillWorker.model_name(prefill), VllmDecodeWorker.model_name(vllm)
+    if names[0] != names[1]:
+        raise ConfigError(
+            f'PrefillWorker serves the model as "{names[0]}" but VllmDecodeWorker as "{names[1]}"'
         )

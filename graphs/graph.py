@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from wavepp_worker.base.errors import ConfigError
-from wavepp_worker.config.schema import NaturalInt, PositiveInt, Section
+from wavepp_worker.config.schema import NaturalInt, Section
 
 Settings = Any  # an instance of the component's own `config_type`
 
@@ -35,8 +35,8 @@ class Resources(Section, frozen=True):
 class ServiceArgs(Section, frozen=True):
     """How a component is run, as opposed to what it is told."""
 
-    workers: Annotated[PositiveInt, Meta(le=64)] = 1
-    """Processes of this component."""
+    workers: Annotated[NaturalInt, Meta(le=64)] = 1
+    """Processes of this component.  0: the graph runs without it."""
     resources: Resources = field(default_factory=Resources)
     envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of its processes, over everything the launcher sets."""
@@ -89,6 +89,9 @@ class Component(Struct, frozen=True, kw_only=True):
         model_name: settings → name that `/v1/models` lists once this component is up, or "".
         check: raises `ConfigError` when the settings cannot work on this machine (model folder).
         pod: settings → what a cluster must know; None: the component cannot run in a cluster.
+        python: settings → the interpreter it runs on, of another environment; "": the launcher's.
+        environment: settings → variables that it reads; `ServiceArgs.envs` goes over them.
+        workers: processes, unless its `ServiceArgs` says otherwise.
         is_frontend: serves the OpenAI API; ready when `/v1/models` lists every model name.
             Other components are ready when Dynamo's `/health` says so.
         needs: components that must be up for this one to be of use.
@@ -103,6 +106,9 @@ class Component(Struct, frozen=True, kw_only=True):
     model_name: Callable[[Settings], str] = lambda _settings: ""
     check: Callable[[Settings], None] = no_complaint
     pod: Callable[[Settings], Pod] | None = None
+    python: Callable[[Settings], str] = lambda _settings: ""
+    environment: Callable[[Settings], dict[str, str]] = lambda _settings: {}
+    workers: int = 1
     is_frontend: bool = False
     needs: tuple[Component, ...] = ()
 

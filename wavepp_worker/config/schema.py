@@ -360,6 +360,26 @@ class DecodeConfig(Section, frozen=True):
     obs: ObsConfig = field(default_factory=ObsConfig)
 
 
+class VllmDecodeConfig(Section, frozen=True):
+    """A stock vLLM decode worker under Dynamo, on the CPU, that takes what stages push."""
+
+    model: ModelConfig
+    served_model_name: str = ""
+    python: str = ""
+    """Interpreter of an environment with vLLM and Dynamo; empty: what `make vllm-env` makes."""
+    block_tokens: PositiveInt = 32
+    """Its `--block-size`; equals PrefillWorker.decode_pool.block_tokens."""
+    cache_gib: PositiveInt = 1
+    """Its cache, GiB."""
+    threads_bind: str = "0"
+    """Cores of its compute threads, as in `VLLM_CPU_OMP_THREADS_BIND`: "0", "0-3"."""
+    host: str = "127.0.0.1"
+    """Where prefill reaches its side channel."""
+    side_channel_port: Annotated[int, Meta(ge=1, le=65535)] = 15600
+    extra_arguments: tuple[str, ...] = ()
+    """More arguments of `python -m dynamo.vllm`."""
+
+
 class FrontendConfig(Section, frozen=True):
     """Dynamo's own frontend: OpenAI API, preprocessing, KV router."""
 
