@@ -321,6 +321,7 @@ def test_a_decode_killed_while_it_is_written_to_costs_its_own_requests_alone(
 # ── faults of the stages ─────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_stage_that_dies_leaves_decode_without_its_notice(
     tmp_path: Any, peers: list[VllmPeer]
 ) -> None:
