@@ -6,6 +6,8 @@
 # make manifests  render configs/kubernetes again, after a change of what it is made of
 # make gpu-test   numerics on a CUDA device, with a Python that has torch (GPU_PYTHON, WHEELS=folder: requirements/gpu.in)
 # make gpu-bench  times of stages of published shapes there, as JSON in OUT
+# make vllm-env    an environment with stock vLLM (CPU, 4 GB) for configs/vllm-decode-cpu.yaml
+# make vllm-test   answers of a stock vLLM decode worker that our stages push into (10 minutes)
 # make clean    remove the virtual environment (the model in the cache stays)
 
 PYTHON ?= python3
@@ -17,6 +19,7 @@ ARGS   ?=
 GPU_PYTHON ?= python3
 WHEELS ?=
 OUT    ?= build/gpu
+VLLM   ?= $(CACHE)/vllm
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --timeout 60 --retries 8
@@ -27,7 +30,7 @@ export UV_SYSTEM_CERTS ?= $(if $(wildcard /etc/ssl/certs/ca-certificates.crt),tr
 # The locks are complete, so nothing is resolved.  uv is the fast way, pip the sure one.
 INSTALL := $(SHELL) -c '$(PY) -m uv pip install -q --python $(PY) --no-deps "$$@" || $(PIP) install -q --no-deps "$$@"' install
 
-.PHONY: serve test slow check schema manifests mutants gpu-site gpu-test gpu-bench services clean
+.PHONY: serve test slow check schema manifests mutants gpu-site gpu-test gpu-bench vllm-env vllm-test services clean
 
 serve: $(VENV)/.run $(MODEL)/model.safetensors
 	@$(VENV)/bin/dynamo serve graphs.disagg -f configs/smollm2-cpu.yaml \
@@ -54,6 +57,19 @@ schema: $(VENV)/.run
 manifests: $(VENV)/.run
 	@for page in configs/kubernetes/*/README.md; do \
 	  PATH="$(VENV)/bin:$$PATH" $(SHELL) -ec "$$(grep '^wavepp render' $$page)"; done
+
+# vLLM pins other versions of half of everything, so it has an environment of its own.
+vllm-env: $(VLLM)/.vllm
+
+$(VLLM)/.vllm: requirements/vllm.lock
+	@echo "• stock vLLM in $(VLLM) (4 GB)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -q --timeout 60 --retries 8 "$(TORCH)" uv==0.13.9
+	@$(VLLM)/bin/python -m uv pip install -q --python $(VLLM)/bin/python --no-deps -r requirements/vllm.lock
+	@touch $@
+
+vllm-test: $(VENV)/.test vllm-env
+	@WAVEPP_VLLM_PYTHON="$(VLLM)/bin/python" $(PY) -m pytest -m slow tests/vllm $(ARGS)
 
 # Nothing is installed on such a host: carried wheels are unpacked beside the results.
 GPU_RUN := PYTHONUNBUFFERED=1 PYTHONPATH="$(OUT)/site:$(CURDIR)" $(GPU_PYTHON)

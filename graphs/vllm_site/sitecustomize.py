@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 OPERATORS = ("nms", "qnms")
 KEPT: list[object] = []  # operators live as long as what declared them
@@ -34,14 +35,17 @@ def declare_operators() -> None:
     """Declare torchvision's operators where its C library does not."""
     import torch
 
+    # Neither has annotations.
+    operators: Any = torch.library
+    load: Any = torch.ops.load_library
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
         return
     try:
         for library in Path(found.origin).parent.glob("_C*.so"):
-            torch.ops.load_library(str(library))
+            load(str(library))
     except OSError:
-        fragment = torch.library.Library("torchvision", "FRAGMENT")
+        fragment = operators.Library("torchvision", "FRAGMENT")
         for name in OPERATORS:
             fragment.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         KEPT.append(fragment)

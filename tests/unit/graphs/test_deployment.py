@@ -79,7 +79,7 @@ ARGS = "PrefillWorker.ServiceArgs"
         (BASE.replace("path: /m", "pth: /m"), "PrefillWorker.model.pth: unknown key"),
         (BASE + "Frontend: {ServiceArgs: {workers: 2}}", "Frontend.ServiceArgs.workers: must be 1"),
         (with_args("PrefillWorker", "{worker: 2}"), f"{ARGS}.worker: unknown key"),
-        (with_args("PrefillWorker", "{workers: 0}"), f"{ARGS}.workers: expected int >= 1"),
+        (with_args("PrefillWorker", "{workers: -1}"), f"{ARGS}.workers: expected int >= 0"),
         (with_args("PrefillWorker", "3"), f"{ARGS}: expected object, got int"),
     ],
 )

@@ -39,6 +39,7 @@ from wavepp_worker.config.load import load_config, load_decode_config, parse_sou
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
+VLLM = "vllm-decode-cpu.yaml"  # its decode worker is another project's, with manifests of its own
 EXAMPLES = sorted(path.parent for path in (CONFIGS / "kubernetes").glob(f"*/{KUSTOMIZATION}"))
 DEMO, OVERLAY = str(CONFIGS / "smollm2-cpu.yaml"), str(CONFIGS / "etcd-nats.yaml")
 IMAGE = "registry.example/wavepp:0.1.0"
@@ -88,7 +89,7 @@ def combinations() -> list[tuple[str, ...]]:
     files = [
         ("-f", str(path)) if "PrefillWorker" in (yaml.safe_load(path.read_text()) or {})
         else ("-f", DEMO, "-f", str(path))
-        for path in sorted(CONFIGS.glob("*.yaml"))
+        for path in sorted(CONFIGS.glob("*.yaml")) if path.name != VLLM
     ]  # fmt: skip
     options = (
         (),
@@ -97,6 +98,10 @@ def combinations() -> list[tuple[str, ...]]:
         ("--PrefillWorker.ServiceArgs.resources.memory=64Gi", "--no-dashboard", *GPUS),
     )
     return [(*file, *option) for file, option in itertools.product(files, options)]
+
+
+def test_a_stock_vllm_worker_is_not_rendered(capsys: Print) -> None:
+    assert "VllmDecodeWorker" in refusal(capsys, "-f", str(CONFIGS / VLLM))
 
 
 @pytest.mark.parametrize("words", combinations(), ids=lambda words: " ".join(words)[-60:])

@@ -37,7 +37,7 @@ def write(folder: Path, text: str, name: str) -> Path:
 
 
 def test_the_root_is_what_nobody_needs() -> None:
-    expected = ["DecodeWorker", "PrefillWorker", "Frontend"]
+    expected = ["DecodeWorker", "VllmDecodeWorker", "PrefillWorker", "Frontend"]
     assert names("graphs.disagg") == names("graphs.disagg:Frontend") == expected
 
 
