@@ -28,7 +28,7 @@ from tests.conftest import PLANE_SETTINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = 16
-SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)$")
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)$")
 
 
 def free_port() -> int:

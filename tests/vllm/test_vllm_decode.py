@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 from graphs import vllm_decode
 from tests.integration.deployment import (
@@ -31,7 +32,7 @@ from tests.integration.deployment import (
 )
 from tests.integration.test_bad_days import answers
 from tests.integration.test_greedy import greedy, prompt_of, reference
-from tests.numerics.tiny import make_tiny_model
+from tests.numerics.tiny import SPECIAL_TOKENS, make_tiny_model
 from wavepp_worker.config.schema import ModelConfig, VllmDecodeConfig
 
 PYTHON = os.environ.get("WAVEPP_VLLM_PYTHON", "")
@@ -48,6 +49,13 @@ ANSWER = 24
 START_S = 300.0
 # Heads of 32: vLLM's CPU kernel knows no narrower ones.
 SHAPE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
+
+
+def prompt_ending_clean(length: int, seed: int) -> list[int]:
+    """Return random bytes and an "a": answers are compared as text, which must not begin within a
+    character of the prompt."""
+    letter = len(SPECIAL_TOKENS) + sorted(ByteLevel.alphabet()).index("a")
+    return [*prompt_of(length - 1, seed), letter]
 
 
 class Pool:
@@ -90,7 +98,10 @@ class Pool:
     def _is_pushed(self) -> bool:
         self.deploy.check_alive()
         before = self.received()
-        body = {"model": "tiny", "prompt": prompt_of(3 * BLOCK, time.monotonic_ns() % 1000)}
+        body = {
+            "model": "tiny",
+            "prompt": prompt_ending_clean(3 * BLOCK, time.monotonic_ns() % 1000),
+        }
         try:
             reply = httpx.post(
                 f"{self.url}/v1/completions", json=body | {"max_tokens": 1}, timeout=30
@@ -153,15 +164,15 @@ async def test_answers_equal_transformers(pool: Pool, stages: int) -> None:
     asked = 0
     async with httpx.AsyncClient() as client:
         for length in (37, 2 * BLOCK, 4 * BLOCK, 100, 700):
-            prompt = prompt_of(length, seed=10 * stages)
+            prompt = prompt_ending_clean(length, seed=10 * stages)
             assert await pool.ask(client, prompt) == pool.want(prompt), f"cold, {length} tokens"
             asked += length
         # Decode has the first blocks of this one, so less is pushed than was computed here.
-        longer = prompt + prompt_of(75, seed=10 * stages + 1)
+        longer = prompt + prompt_ending_clean(75, seed=10 * stages + 1)
         hits = pool.counted("local_cache_hit")
         assert await pool.ask(client, longer) == pool.want(longer), "extended"
         assert pool.counted("local_cache_hit") - hits >= 700 // BLOCK * BLOCK - BLOCK
-        crowd = [prompt_of(60 + 41 * index, seed=10 * stages + 2) for index in range(6)]
+        crowd = [prompt_ending_clean(60 + 41 * index, seed=10 * stages + 2) for index in range(6)]
         texts = await asyncio.gather(*[pool.ask(client, prompt) for prompt in crowd])
         assert texts == [pool.want(prompt) for prompt in crowd], "several at once"
         asked += sum(map(len, crowd))
@@ -179,7 +190,7 @@ async def test_a_wrong_layer_shows(pool: Pool, layer: int, tmp_path: Path) -> No
     tensors[f"model.layers.{layer}.self_attn.k_proj.weight"].mul_(-1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     worker = pool.prefill(2, path=str(folder))
-    prompt = prompt_of(150, seed=90 + layer)
+    prompt = prompt_ending_clean(150, seed=90 + layer)
     async with httpx.AsyncClient() as client:
         assert await pool.ask(client, prompt) != pool.want(prompt)
     pool.stop(worker)
@@ -188,7 +199,7 @@ async def test_a_wrong_layer_shows(pool: Pool, layer: int, tmp_path: Path) -> No
 async def test_a_killed_prefill_worker_is_replaced(pool: Pool) -> None:
     """What it held is lost with it; the next worker under the same name serves right."""
     worker = pool.prefill(2)
-    prompts = [prompt_of(300 + index, seed=70) for index in range(4)]
+    prompts = [prompt_ending_clean(300 + index, seed=70) for index in range(4)]
     async with httpx.AsyncClient() as client:
         running = [asyncio.create_task(pool.ask(client, prompt)) for prompt in prompts]
         await asyncio.sleep(0.05)
