@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,15 @@ class Deployment:
         self.http_port = 0
 
     def start(self, name: str, module: str, *args: str, **env: str) -> Process:
+        return self.start_inside((), name, module, *args, **env)
+
+    def start_inside(
+        self, wrapper: Sequence[str], name: str, module: str, *args: str, **env: str
+    ) -> Process:
+        """Start a module by a command that replaces itself with it, as `ip netns exec` does."""
         process = Process(
             name,
-            [sys.executable, "-m", module, *args],
+            [*wrapper, sys.executable, "-m", module, *args],
             {**self.env, **env},
             self.folder / f"{name}.log",
         )
@@ -251,6 +257,10 @@ class Pipeline:
 
     def __init__(self, prefill: Any, decode: Any) -> None:
         self._prefill, self._decode = prefill, decode
+
+    def prefill_ids(self) -> list[int]:
+        """Return the instances that discovery knows."""
+        return sorted(self._prefill.instance_ids())
 
     @staticmethod
     def request(tokens: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from tests.numerics.tiny import make_tiny_model
 pytestmark = [pytest.mark.dynamo, pytest.mark.nixl, pytest.mark.services]
 
 
-def listens(port: int) -> bool:
+def listens(port: int, host: str = "127.0.0.1") -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 @pytest.fixture
