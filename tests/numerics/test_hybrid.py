@@ -141,7 +141,7 @@ def assert_rows(got: torch.Tensor, case: Case, chunks: Sequence[int], start: int
 
 
 @pytest.mark.parametrize("bounds", ALL_CUTS, ids=str)
-@pytest.mark.parametrize("variant", ["experts", "state-last"])
+@pytest.mark.parametrize("variant", ["experts", "state-last", "kimi"])
 def test_every_cut_equals_transformers(case_of, variant: str, bounds: tuple[int, ...]) -> None:
     """Stages with both kinds of layers, and with one kind only."""
     case, chunks = case_of(variant), [80, 112, 1]
@@ -283,9 +283,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_notices_planted_faults(case_of, fault: str, stage: int) -> None:
+@pytest.mark.parametrize("variant", ["next", "kimi"])
+def test_the_comparison_notices_planted_faults(
+    case_of, variant: str, fault: str, stage: int
+) -> None:
     """Each is a mistake of a store, a copy or a schedule, in one layer, where a request resumes."""
-    case = case_of("next")
+    case = case_of(variant)
     pipeline = Pipeline(case.folder, (0, 2, 5))
     prefill(pipeline, make_prompt(2, 96), [96], table=SPARE[:6], working=FOREIGN)
     prefill(pipeline, case.prompt[:95], [95], working=OLD)

@@ -20,9 +20,9 @@ BOUNDS = (0, 2, 3, 5)
 LONGEST = 10 * BLOCK_TOKENS
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_next", seed=3)
+@pytest.fixture(scope="module", params=["qwen3_next", "kimi_linear"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), request.param, seed=3)
 
 
 @pytest.fixture(scope="module")
